@@ -1,0 +1,56 @@
+# `make test` and `make demo` do all of their own set-up: they need python3 (3.10 or newer, with venv) and make, and
+# an index to install from. The second run finds the environment ready and starts at once.
+#   PYTHON=python3.12   another interpreter for the environment
+#   PYTEST_ARGS='-k x'  further arguments for pytest
+#   TORCH='torch>=2.11' another torch than the one chosen below
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PYTEST_ARGS ?=
+
+# A GPU machine takes the build of torch that its index gives, or keeps one that its python already has.
+GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+HAS_GPU := $(filter-out 0,$(GPU))
+TORCH ?= $(if $(HAS_GPU),torch>=2.11,torch==2.13.0)
+VENV_FLAGS := $(if $(HAS_GPU),$(shell $(PYTHON) -c 'import torch' 2>/dev/null && echo --system-site-packages))
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PYTHONDONTWRITEBYTECODE := 1
+
+.PHONY: test demo lint types unit clean
+
+test: lint types unit
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+
+types: $(VENV)/ready
+	$(BIN)/mypy
+
+unit: $(VENV)/ready
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+demo: $(VENV)/ready-demo
+	$(BIN)/python examples/finetune_demo.py
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "$(PYTHON) is older than 3.10: name a newer one, as in 'make PYTHON=python3.12 $(MAKECMDGOALS)'"; exit 1; }
+	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+
+# torch first: what is already there satisfies the package's own requirement, so that nothing chooses another build.
+$(VENV)/torch: $(BIN)/python
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	@touch $@
+
+$(VENV)/ready: $(VENV)/torch pyproject.toml setup.py deepspeed/version.py
+	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	@touch $@
+
+$(VENV)/ready-demo: $(VENV)/torch pyproject.toml setup.py deepspeed/version.py
+	$(BIN)/python -m pip install --quiet --editable ".[demo]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
