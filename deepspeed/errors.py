@@ -18,11 +18,13 @@ __all__ = [
     "CheckpointUnsafe",
     "CollectiveMismatch",
     "CollectiveTimeout",
+    "ConfigConflictError",
     "ConfigError",
     "DeepSpeedConfigError",
     "DeepSpeedError",
     "LauncherError",
     "NotSupportedError",
+    "UnsupportedConfigError",
     "UsageError",
 ]
 
@@ -35,8 +37,12 @@ class ConfigError(DeepSpeedError, ValueError):
     """A value in the configuration is wrong. The message starts with the dotted path of the key."""
 
 
-class BatchConfigError(ConfigError, AssertionError):
-    """The batch sizes contradict each other or the world size (callers also catch `AssertionError` for this)."""
+class ConfigConflictError(ConfigError, AssertionError):
+    """Two values of the configuration contradict each other (callers also catch `AssertionError` for this)."""
+
+
+class BatchConfigError(ConfigConflictError):
+    """The batch sizes contradict each other or the world size."""
 
 
 DeepSpeedConfigError = ConfigError
@@ -49,6 +55,10 @@ class UsageError(DeepSpeedError, RuntimeError):
 
 class NotSupportedError(DeepSpeedError, NotImplementedError):
     """A feature that this package does not have was asked for by name. It is never ignored silently."""
+
+
+class UnsupportedConfigError(ConfigError, NotSupportedError):
+    """A key of the configuration asks for a feature that this package does not have."""
 
 
 class CheckpointError(DeepSpeedError, RuntimeError):
