@@ -3,9 +3,9 @@
 
     results = run_ranks(fn, 4, arg, timeout=60)      # fn is a module-level function; one result per rank
 
-What must hold: a rank that fails is reported with its number and traceback, even while the others hang in a collective;
-a pool in which anything failed is killed (its own pids only) and never used again; fault tests use `run_fresh`, whose processes
-serve one call each.
+What must hold: a rank that fails is reported with its number and traceback, even while the others hang in a
+collective; a pool in which anything failed is killed (its own pids only) and never used again; fault tests use
+`run_fresh`, whose processes serve one call each.
 """
 
 from __future__ import annotations
@@ -194,8 +194,8 @@ def run_ranks(
 ) -> list[Any]:
     """Call `fn(*args)` on each of `world_size` warm ranks and return the results in rank order.
 
-    `fn` must be importable by name. torch.distributed (gloo) is initialised unless `init_group` is False; RANK, WORLD_SIZE and
-    LOCAL_RANK are set, `env` is added. Raises RankError.
+    `fn` must be importable by name. torch.distributed (gloo) is initialised unless `init_group` is False; RANK,
+    WORLD_SIZE and LOCAL_RANK are set, `env` is added. Raises RankError.
     """
     global _pool
     if _pool is None:
@@ -220,8 +220,8 @@ def run_fresh(
 ) -> list[FreshResult]:
     """Like run_ranks in processes of its own, for tests that kill, stall or abort ranks: never raises for a rank's end.
 
-    A process that is still there after `timeout` seconds is killed after its stacks were written to its log; it then has
-    returncode -9 and no reply.
+    A process that is still there after `timeout` seconds is killed after its stacks were written to its log; it then
+    has returncode -9 and no reply.
     """
     folder = Path(tempfile.mkdtemp(prefix="fresh-"))
     jobs = _jobs(fn, world_size, args, folder, 0, group_timeout, init_group, env)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process behind one rank: imports torch once, then serves jobs until its pipe closes.
 
-What must hold: a job leaves nothing behind (environment, process groups, default dtype, seeds, working directory), and the
-process ends when the test run ends, even while its main thread is stuck in a collective: a second thread owns the pipe.
+What must hold: a job leaves nothing behind (environment, process groups, default dtype, seeds, working directory), and
+the process ends when the test run ends, even while its main thread is stuck: a second thread owns the pipe.
 """
 
 from __future__ import annotations

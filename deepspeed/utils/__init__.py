@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`deepspeed.utils`: the names that users import from here, each loaded when it is first asked for.
+
+There is deliberately no `is_initialized` here: clients probe for it and take its absence as "plain deepspeed".
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.dataloader import RepeatingLoader as RepeatingLoader
+
+    from deepspeed.utils import groups as groups
+    from deepspeed.utils.logging import log_dist as log_dist
+    from deepspeed.utils.logging import logger as logger
+    from deepspeed.utils.logging import print_dist as print_dist
+    from deepspeed.utils.logging import warning_once as warning_once
+
+_FRAGMENT = "deepspeed.utils.tensor_fragment"
+_LEAF = "deepspeed.utils.z3_leaf_module"
+_LOGGING = "deepspeed.utils.logging"
+
+_HOME = {
+    "RepeatingLoader": "deepspeed.runtime.dataloader",
+    "groups": "deepspeed.utils",
+    "LoggerFactory": _LOGGING,
+    "log_dist": _LOGGING,
+    "logger": _LOGGING,
+    "print_dist": _LOGGING,
+    "warning_once": _LOGGING,
+    "safe_get_full_fp32_param": _FRAGMENT,
+    "safe_get_full_grad": _FRAGMENT,
+    "safe_get_full_optimizer_state": _FRAGMENT,
+    "safe_get_local_fp32_param": _FRAGMENT,
+    "safe_get_local_grad": _FRAGMENT,
+    "safe_get_local_optimizer_state": _FRAGMENT,
+    "safe_set_full_fp32_param": _FRAGMENT,
+    "safe_set_full_grad": _FRAGMENT,
+    "safe_set_full_optimizer_state": _FRAGMENT,
+    "safe_set_local_fp32_param": _FRAGMENT,
+    "safe_set_local_grad": _FRAGMENT,
+    "safe_set_local_optimizer_state": _FRAGMENT,
+    "safe_update_full_grad_vectorized": _FRAGMENT,
+    "get_z3_leaf_modules": _LEAF,
+    "set_z3_leaf_module": _LEAF,
+    "set_z3_leaf_modules": _LEAF,
+    "set_z3_leaf_modules_by_name": _LEAF,
+    "set_z3_leaf_modules_by_suffix": _LEAF,
+    "unset_z3_leaf_modules": _LEAF,
+    "z3_leaf_module": _LEAF,
+    "z3_leaf_parameter": _LEAF,
+}
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if home == __name__:
+        return importlib.import_module(f"{__name__}.{name}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})
