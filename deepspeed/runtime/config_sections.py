@@ -121,6 +121,13 @@ class CheckpointConfig(ConfigSection):
     parallel_write: ParallelWriteConfig = inert(ParallelWriteConfig(), why="see its only key")
     checkpoint_serialization: bool = acted(True, by="refused if false", doc="the zip format of torch.save")
     writer: dict[str, Any] | None = acted(None, by="refused if given", doc="other writers")
+    verify_on_load: bool = acted(True, by="engine (checkpoint)", doc="compare the hash of every file that is read")
+    wait_timeout: NonNegativeFloat | None = acted(
+        None, by="engine (checkpoint)", doc="seconds that a save or load waits for the other ranks"
+    )
+    allow_globals: list[str] = acted(
+        [], by="engine (checkpoint)", doc="classes beyond the built-in list that loading may rebuild, by full name"
+    )
 
 
 class CommsLoggerConfig(ConfigSection):
@@ -138,7 +145,9 @@ class FlopsProfilerConfig(ConfigSection):
 
     tolerates_unknown: ClassVar[bool] = True
     enabled: bool = acted(False, by="engine (reporting)", doc="profile one step")
-    recompute_fwd_factor: NonNegativeFloat = acted(0.0, by="flops profiler", doc="forward passes recomputed per backward")
+    recompute_fwd_factor: NonNegativeFloat = acted(
+        0.0, by="flops profiler", doc="forward passes recomputed per backward"
+    )
     profile_step: PositiveInt = acted(1, by="engine (reporting)", doc="the step that is profiled")
     module_depth: Int = acted(-1, by="flops profiler", doc="depth of the printed tree; -1 is all of it")
     top_modules: PositiveInt = acted(1, by="flops profiler", doc="modules listed per depth")
