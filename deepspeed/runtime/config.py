@@ -99,7 +99,7 @@ UNSUPPORTED: tuple[Rule, ...] = (
     Rule(
         "zero_optimization.stage",
         _is(ZeroStageEnum.weights),
-        "only stage 3 is built; set it to 3 (a missing key, or one left at \"auto\", means 0)",
+        'only stage 3 is built; set it to 3 (a missing key, or one left at "auto", means 0)',
     ),
     Rule("zero_optimization.offload_param.device", _is("none", "cpu"), _NO_NVME),
     Rule("zero_optimization.offload_optimizer.device", _is("none", "cpu"), _NO_NVME),
@@ -120,7 +120,9 @@ UNSUPPORTED: tuple[Rule, ...] = (
     Rule("bf16.bf16_master_weights_and_grads", _OFF, _FP32_STATES),
     Rule("bf16.bf16_optimizer_states", _OFF, _FP32_STATES),
     Rule("data_types.buffer_dtype", _OFF, "buffers keep the dtype the model gives them; remove the key"),
-    Rule("data_types.keep_in_fp32_modules", lambda names: not names, "every parameter gets the mode's dtype; remove it"),
+    Rule(
+        "data_types.keep_in_fp32_modules", lambda names: not names, "every parameter gets the mode's dtype; remove it"
+    ),
     Rule("prescale_gradients", _OFF, _PLAIN_MEAN),
     Rule("gradient_predivide_factor", _is(1.0), _PLAIN_MEAN),
     Rule("gradient_allreduce_op", _is("mean"), _PLAIN_MEAN),
@@ -323,7 +325,7 @@ def _world_size(mpu: Any) -> int:
 
 
 def _sort_keys(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Split the top level into sections, scalars, and descriptions of unknown keys; refuse what is switched on and gone."""
+    """Split the top level into sections, scalars and unknown keys; refuse what is switched on and gone."""
     values: dict[str, Any] = {}
     scalars: dict[str, Any] = {}
     unknown: list[str] = []
@@ -339,7 +341,9 @@ def _sort_keys(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], 
             scalars[key] = value
         elif key in FEATURES:
             if _switched_on(value):
-                raise UnsupportedConfigError(f"{key}: this feature is not built; remove the section and {FEATURES[key]}")
+                raise UnsupportedConfigError(
+                    f"{key}: this feature is not built; remove the section and {FEATURES[key]}"
+                )
         elif key in REMOVED:
             if _switched_on(value):
                 raise UnsupportedConfigError(f"{key}: this key has been removed (value {value!r}); remove it")

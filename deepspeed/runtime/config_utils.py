@@ -15,6 +15,7 @@ import binascii
 import copy
 import difflib
 import functools
+import inspect
 import json
 import logging
 import math
@@ -198,6 +199,24 @@ def _explain(error: ValidationError, path: str) -> str:
     return "\n".join(dict.fromkeys(lines))
 
 
+def check_params(path: str, cls: type[Any], params: dict[str, Any]) -> None:
+    """Check names of constructor arguments against a class whose first argument is given by the caller.
+
+    Raises:
+        ConfigError: a name is unknown, a required one is missing, or a value is still "auto".
+    """
+    accepted = list(inspect.signature(cls).parameters.values())[1:]
+    names = [parameter.name for parameter in accepted]
+    for name, value in params.items():
+        if name not in names:
+            raise ConfigError(f"{path}.{name}: unknown parameter of {cls.__name__}. {nearest(name, names)}")
+        if isinstance(value, str) and value == AUTO:
+            raise ConfigError(f'{path}.{name}: "auto" was not resolved; give a number, or remove the key')
+    for parameter in accepted:
+        if parameter.default is parameter.empty and parameter.name not in params:
+            raise ConfigError(f"{path}.{parameter.name}: {cls.__name__} requires it; add it")
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Sources
 # ---------------------------------------------------------------------------------------------------------------
@@ -275,7 +294,7 @@ def to_plain(value: Any) -> Any:
     return repr(value)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def warn_once(message: str) -> None:
     """Log a warning on rank 0, once per process and text."""
     if int(os.environ.get("RANK", "0") or 0) == 0:

@@ -15,7 +15,16 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator
 
 from deepspeed.errors import ConfigError
-from deepspeed.runtime.config_utils import AUTO, ConfigSection, Int, NonNegativeInt, PositiveInt, acted, inert, warn_once
+from deepspeed.runtime.config_utils import (
+    AUTO,
+    ConfigSection,
+    Int,
+    NonNegativeInt,
+    PositiveInt,
+    acted,
+    inert,
+    warn_once,
+)
 from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
 from deepspeed.runtime.zero.offload_config import (
     DeepSpeedZeroOffloadOptimizerConfig,
