@@ -25,6 +25,12 @@ git_hash: str | None = None
 """Not recorded: a wheel is identified by its version alone."""
 git_branch: str | None = None
 
+# Computed by `__getattr__` below.
+torch_info: dict[str, Any]
+accelerator_name: str
+installed_ops: dict[str, bool]
+compatible_ops: dict[str, bool]
+
 
 def _torch_info() -> dict[str, Any]:
     import torch
