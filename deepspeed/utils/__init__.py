@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deepspeed.runtime.dataloader import RepeatingLoader as RepeatingLoader
-
     from deepspeed.utils import groups as groups
     from deepspeed.utils.logging import log_dist as log_dist
     from deepspeed.utils.logging import logger as logger
