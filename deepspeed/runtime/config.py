@@ -33,7 +33,6 @@ from deepspeed.runtime.config_utils import (
     AUTO,
     ConfigSection,
     load_source,
-    logger,
     nearest,
     parse_section,
     to_plain,
@@ -47,6 +46,7 @@ from deepspeed.runtime.precision_config import (
 )
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION, DeepSpeedZeroConfig, ZeroStageEnum, validate_hpz
 from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
+from deepspeed.utils.logging import logger
 
 __all__ = ["DeepSpeedConfig", "DeepSpeedConfigError"]
 

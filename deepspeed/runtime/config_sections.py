@@ -84,9 +84,11 @@ class ActivationCheckpointingConfig(ConfigSection):
     """`activation_checkpointing`: defaults of `deepspeed.checkpointing.configure`."""
 
     tolerates_unknown: ClassVar[bool] = True
-    partition_activations: bool = acted(False, by="checkpointing; refused if true", doc="needs tensor parallelism")
+    partition_activations: bool = acted(
+        False, by="checkpointing.configure", doc="refused over several model-parallel ranks, else nothing to spread"
+    )
     cpu_checkpointing: bool = acted(False, by="checkpointing", doc="keep saved inputs in host memory")
-    contiguous_memory_optimization: bool = acted(False, by="checkpointing; refused if true", doc="one buffer for all")
+    contiguous_memory_optimization: bool = acted(False, by="checkpointing.configure", doc="refused if true")
     number_checkpoints: PositiveInt | None = inert(None, why="sizes the contiguous buffer, which is refused by name")
     synchronize_checkpoint_boundary: bool = acted(False, by="checkpointing", doc="synchronize at every boundary")
     profile: bool = acted(False, by="checkpointing", doc="log the time of each call")

@@ -29,9 +29,9 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from deepspeed.errors import ConfigError
+from deepspeed.utils.logging import log_dist
 
 AUTO = "auto"
-logger = logging.getLogger("DeepSpeed")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -175,12 +175,12 @@ def parse_section(cls: type[SectionT], value: Any, path: str, unknown: list[str]
 
 
 def nearest(key: str, valid: Iterable[str]) -> str:
-    """A sentence with the valid key that is nearest to `key`, or all valid keys if none is near."""
-    valid = list(valid)
-    match = difflib.get_close_matches(key, valid, n=1, cutoff=0.6)
+    """A sentence with the valid name that is nearest to `key`, or all valid names if none is near."""
+    by_lower = {name.lower(): name for name in valid}
+    match = difflib.get_close_matches(key.lower(), by_lower, n=1, cutoff=0.6)
     if match:
-        return f"Did you mean {match[0]!r}?"
-    return f"Valid keys: {', '.join(sorted(valid))}."
+        return f"Did you mean {by_lower[match[0]]!r}?"
+    return f"Valid: {', '.join(sorted(by_lower.values()))}."
 
 
 def _explain(error: ValidationError, path: str) -> str:
@@ -297,5 +297,4 @@ def to_plain(value: Any) -> Any:
 @functools.cache
 def warn_once(message: str) -> None:
     """Log a warning on rank 0, once per process and text."""
-    if int(os.environ.get("RANK", "0") or 0) == 0:
-        logger.warning(message)
+    log_dist(message, ranks=[0], level=logging.WARNING)

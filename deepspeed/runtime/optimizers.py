@@ -110,10 +110,8 @@ def _torch_class(type_name: str) -> Any:
     }
     cls = classes.get(type_name.lower())
     if cls is None:
-        valid = ["Adam", "AdamW", "Adagrad", "Lion", *(item.__name__ for item in classes.values())]
-        raise ConfigError(
-            f"optimizer.type: {type_name!r} is not known. {nearest(type_name, sorted(set(valid) - {'LBFGS'}))}"
-        )
+        valid = ["Lion", *(item.__name__ for lower, item in classes.items() if lower not in REFUSED)]
+        raise ConfigError(f"optimizer.type: {type_name!r} is not known. {nearest(type_name, valid)}")
     return cls
 
 

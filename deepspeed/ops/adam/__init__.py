@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.errors import NotSupportedError
+from deepspeed.errors import ConfigError, NotSupportedError
 
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 
@@ -27,8 +27,10 @@ class _Adam(torch.optim.Adam):
     def __init__(self, params: Iterable[Any], decoupled: bool, bias_correction: bool, **options: Any) -> None:
         if not bias_correction:
             raise NotSupportedError(
-                f"{type(self).__name__}(bias_correction=False): the fused kernels always correct the bias; leave it true"
+                f"{type(self).__name__}(bias_correction=False): the kernels always correct the bias; leave it true"
             )
+        if len(options["betas"]) != 2:
+            raise ConfigError(f"betas: two numbers are expected, got {options['betas']}")
         super().__init__(params, fused=True, decoupled_weight_decay=decoupled, **options)
 
 

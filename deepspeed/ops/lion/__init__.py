@@ -24,14 +24,14 @@ class _Lion(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Any], lr: float, betas: tuple[float, float], weight_decay: float) -> None:
         if lr < 0:
             raise ConfigError(f"lr: must not be negative, got {lr}")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ConfigError(f"betas: both must be in [0, 1), got {betas}")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ConfigError(f"betas: two numbers in [0, 1) are expected, got {betas}")
         if weight_decay < 0:
             raise ConfigError(f"weight_decay: must not be negative, got {weight_decay}")
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient; returns what `closure` returns."""
         loss = None
         if closure is not None:
