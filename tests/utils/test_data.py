@@ -7,7 +7,6 @@ import random
 from collections import OrderedDict, namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader
 from deepspeed.runtime.utils import move_to_device, see_memory_usage, set_random_seed
-from deepspeed.utils import numa
 
 Pair = namedtuple("Pair", ["a", "b"])
 
@@ -124,26 +122,3 @@ def test_memory_is_reported_only_when_forced(capsys: pytest.CaptureFixture[str])
     see_memory_usage("loud", force=True)
     out = capsys.readouterr().out
     assert "quiet" not in out and "loud" in out and "GiB" in out
-
-
-def test_cores_are_split_evenly() -> None:
-    assert numa.parse_range_list("0,2-4") == [0, 2, 3, 4]
-    assert [numa.cores_of_rank(2, rank, "0-4") for rank in range(2)] == [[0, 1], [2, 3]]
-    for bad in ("", "a", "3-1", "0,0", "0-", "0;reboot"):
-        with pytest.raises(ValueError):
-            numa.parse_range_list(bad)
-    with pytest.raises(ValueError, match="2 core"):
-        numa.cores_of_rank(3, 0, "0-1")
-
-
-def test_numactl_binds_memory_where_one_node_holds_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for node, cores in enumerate(("0-1", "2-3")):
-        (tmp_path / f"node{node}").mkdir()
-        (tmp_path / f"node{node}" / "cpulist").write_text(cores + "\n")
-    assert numa.numa_nodes_of([2, 3], tmp_path) == [1] and numa.numa_nodes_of([1, 2], tmp_path) == [0, 1]
-    monkeypatch.setattr(numa.shutil, "which", lambda _: "/bin/numactl")
-    monkeypatch.setattr(numa, "numa_nodes_of", lambda cores: [1])
-    assert numa.get_numactl_cmd("0-3", 2, 1) == (["numactl", "-C", "2,3", "-m", "1"], 2)
-    monkeypatch.setattr(numa.shutil, "which", lambda _: None)
-    with pytest.raises(FileNotFoundError, match="numactl"):
-        numa.get_numactl_cmd("0-3", 2, 1)
