@@ -93,7 +93,6 @@ def torchrun_command(
         f"--rdzv-id={job_id}",
         *(["--no-python"] if spec.no_python else []),
         *(["--module"] if spec.module else []),
-        "--",
         spec.script,
         *spec.script_args,
     ]

@@ -2,8 +2,8 @@
 """One child process that cannot outlive its parent, and the processes that descend from it.
 
 What must hold: a child leads a session of its own and receives a signal from the kernel when its parent dies, however
-it dies. It is not reaped before it is released, so that its id, which is also its session's, names nobody else; a signal
-goes only to processes that were found under that id.
+it dies. It is not reaped before it is released, so that its id, which is also its session's, names nobody else; a
+signal goes only to processes that were found under that id.
 """
 
 from __future__ import annotations

@@ -182,7 +182,9 @@ def supervise(children: Sequence[Supervised], inbox: Inbox, grace: float, *, rel
                 failed = True
                 if ending is None:
                     code = code or ended
-                    logger.error("%s %s", child.name, _describe(ended))
+                    # A launcher that failed has said why itself, unless a signal ended it.
+                    known = relay and len(children) == 1 and ended < 128
+                    logger.log(logging.DEBUG if known else logging.ERROR, "%s %s", child.name, _describe(ended))
         running = [child for child in children if child.exit_code() is None]
         if not running and not any(child.rest() for child in children):
             break
@@ -202,7 +204,8 @@ def supervise(children: Sequence[Supervised], inbox: Inbox, grace: float, *, rel
             if ending is None:
                 name = signal.Signals(signum).name
                 orphaned = inbox.orphaned()
-                logger.info("received %s%s: ending every process", name, ", our parent has ended" if orphaned else "")
+                level = logging.DEBUG if relay and len(children) == 1 else logging.INFO
+                logger.log(level, "received %s%s: ending every process", name, ", our parent ended" if orphaned else "")
                 code = code or 128 + signum
                 ending = _Ending(children, signum, min(grace, _ORPHAN_GRACE) if orphaned else grace, relay)
             elif now - last_signal > _DEBOUNCE:
