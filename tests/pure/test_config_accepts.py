@@ -6,7 +6,6 @@ from __future__ import annotations
 import base64
 import copy
 import json
-import pickle
 from typing import Any
 
 import pytest
@@ -325,4 +324,5 @@ def test_enums_of_callers():
         "lp_grads",
         "contiguous_grad_buffer",
     }
-    assert ZeroStageEnum(3) == 3 and pickle.loads(pickle.dumps(ZeroStageEnum.weights)) is ZeroStageEnum.weights
+    # Checkpoints name the class by this path, and compare its values with plain integers.
+    assert ZeroStageEnum.__module__ == "deepspeed.runtime.zero.config" and ZeroStageEnum(3) == 3
