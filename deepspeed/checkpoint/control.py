@@ -23,10 +23,8 @@ from deepspeed.errors import CheckpointCorrupt, CheckpointError, CheckpointMisma
 
 __all__ = ["Control", "default_timeout"]
 
-_CLASSES: dict[str, type[Exception]] = {
-    kind.__name__: kind
-    for kind in (CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe, CheckpointError, NotSupportedError, ValueError)
-}
+_KINDS = (CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe, CheckpointError, NotSupportedError, ValueError)
+_CLASSES: dict[str, type[Exception]] = {kind.__name__: kind for kind in _KINDS}
 _groups: list[tuple[Any, float, Any]] = []  # (default group, timeout, gloo group); at most one entry is current
 
 

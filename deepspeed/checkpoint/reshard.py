@@ -52,14 +52,29 @@ class Source(Protocol):
     optimizer state.  ``aliases``: other names of tied parameters.  ``buffers``: persistent buffers, whole.
     """
 
-    shapes: Mapping[str, torch.Size]
-    trainable: frozenset[str]
-    aliases: Mapping[str, str]
-    buffers: Mapping[str, torch.Tensor]
-    loss_scaler: object | None
-    dynamic_loss_scale: bool
-    overflow: bool
-    where: str
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]: ...
+
+    @property
+    def trainable(self) -> frozenset[str]: ...
+
+    @property
+    def aliases(self) -> Mapping[str, str]: ...
+
+    @property
+    def buffers(self) -> Mapping[str, torch.Tensor]: ...
+
+    @property
+    def loss_scaler(self) -> object | None: ...
+
+    @property
+    def dynamic_loss_scale(self) -> bool: ...
+
+    @property
+    def overflow(self) -> bool: ...
+
+    @property
+    def where(self) -> str: ...
 
     def prepare(self, names: Sequence[str], world_size: int, rank: int) -> None:
         """Open and check every file that the shards of `names` need."""
@@ -95,7 +110,7 @@ class _Plan:
     unexpected: list[str]
 
 
-def _plan(template: Zero3State, source: Source) -> _Plan:
+def _plan(template: Zero3State, source: Source, shapes_may_differ: bool) -> _Plan:
     wanted: dict[str, torch.Size] = {}
     for group in template.sub_groups:
         wanted.update(zip(group.names, group.shapes, strict=True))
@@ -106,14 +121,18 @@ def _plan(template: Zero3State, source: Source) -> _Plan:
     stored: dict[str, str | None] = {}
     wrong: list[str] = []
     for name, shape in wanted.items():
-        stored[name] = next((found for known in (name, *by_owner.get(name, ())) if (found := _find(source, known))), None)
-        held = stored[name]
+        candidates = (_find(source, known) for known in (name, *by_owner.get(name, ())))
+        held = next((found for found in candidates if found is not None), None)
         if held is not None and tuple(source.shapes[held]) != tuple(shape):
-            wrong.append(f"{name}: checkpoint {tuple(source.shapes[held])}, model {tuple(shape)}")
+            if not shapes_may_differ:
+                wrong.append(f"{name}: checkpoint {tuple(source.shapes[held])}, model {tuple(shape)}")
+            held = None
+        stored[name] = held
     if wrong:
         raise CheckpointMismatch(f"{source.where}: parameters have other shapes: {'; '.join(wrong[:8])}")
     buffers = [name for name in template.buffers if name not in source.buffers]
-    _check_buffers(template, source)
+    if not shapes_may_differ:
+        _check_buffers(template, source)
     used = {held for held in stored.values() if held is not None}
     return _Plan(
         stored=stored,
@@ -138,17 +157,25 @@ def _check_buffers(template: Zero3State, source: Source) -> None:
             )
 
 
-def build_state(template: Zero3State, source: Source, *, strict: bool, load_optimizer_states: bool) -> Zero3State:
+def build_state(
+    template: Zero3State,
+    source: Source,
+    *,
+    strict: bool,
+    load_optimizer_states: bool,
+    shapes_may_differ: bool = False,
+) -> Zero3State:
     """The state of ``template.rank`` in ``template.world_size`` ranks, from `source`.
 
     ``template``: the engine's own state; its names and sub-groups are kept, and its values where the source has none
-    (only with ``strict=False``).  Raises `CheckpointMismatch` when names (strict), shapes or optimizer state do not fit.
+    (only with ``strict=False``, or another shape with ``shapes_may_differ=True``).  Raises `CheckpointMismatch` when
+    names (strict), shapes or optimizer state do not fit.
     """
-    plan = _plan(template, source)
+    plan = _plan(template, source, shapes_may_differ)
     if strict and (plan.missing or plan.unexpected):
         raise CheckpointMismatch(
-            f"{source.where} does not fit the model: missing in the checkpoint: {_shown(plan.missing)}; not in the model: "
-            f"{_shown(plan.unexpected)}. load_module_strict=False loads what fits and keeps the rest"
+            f"{source.where} does not fit the model: missing in the checkpoint: {_shown(plan.missing)}; "
+            f"not in the model: {_shown(plan.unexpected)}. load_module_strict=False loads what fits and keeps the rest"
         )
     held = [name for name in plan.stored.values() if name is not None]
     source.prepare(held, template.world_size, template.rank)
@@ -163,12 +190,16 @@ def build_state(template: Zero3State, source: Source, *, strict: bool, load_opti
         param_groups=_hyper_parameters(template, source, plan) if load_optimizer_states else template.param_groups,
         frozen=_Frozen(template, source, plan.stored),
         shared=template.shared,
-        buffers={name: source.buffers.get(name, buffer) for name, buffer in template.buffers.items()},
+        buffers={name: _fitting(source.buffers.get(name), buffer) for name, buffer in template.buffers.items()},
         loss_scaler=template.loss_scaler if keep_scaler else source.loss_scaler,
         dynamic_loss_scale=template.dynamic_loss_scale,
         overflow=template.overflow if keep_scaler else source.overflow,
         param_dtype=template.param_dtype,
     )
+
+
+def _fitting(stored: torch.Tensor | None, own: torch.Tensor) -> torch.Tensor:
+    return own if stored is None or stored.shape != own.shape else stored
 
 
 def _shown(names: Sequence[str]) -> str:
@@ -187,7 +218,7 @@ def _check_optimizer(template: Zero3State, source: Source, plan: _Plan) -> None:
             )
         keys = {tuple(sorted({*arrays, *single})) for arrays, single in (source.state_keys(str(n)) for n in held)}
         if len(keys) > 1:
-            raise CheckpointMismatch(f"{source.where}: parameters of one sub-group have different optimizer state {keys}")
+            raise CheckpointMismatch(f"{source.where}: parameters of one sub-group differ in optimizer state: {keys}")
         ours = {key for key in group.state if key != "step"}
         theirs = {key for key in next(iter(keys), ()) if key != "step"}
         if ours and theirs and ours != theirs:

@@ -71,11 +71,10 @@ class SaveRequest:
 def _owner() -> str:
     """Eight hexadecimal digits for (host, boot, process-id namespace): where a process id means the same process."""
     parts = [socket.gethostname()]
-    for probe in (lambda: Path("/proc/sys/kernel/random/boot_id").read_text(), lambda: os.readlink("/proc/self/ns/pid")):
-        try:
-            parts.append(probe())
-        except OSError:
-            parts.append("?")
+    try:
+        parts += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
+    except OSError:
+        parts.append("?")
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
 
 
@@ -90,7 +89,11 @@ def staging_name(tag: str, nonce: str, node: Node) -> str:
 
 
 def agree_on_tag(control: Control, tag: str, *, ignore_differences: bool) -> tuple[str, str, list[str]]:
-    """(tag, nonce, tags of all ranks); raises on all ranks for an unsafe tag and, unless told otherwise, for differing ones."""
+    """(tag, nonce, tags of all ranks).
+
+    Raises, on all ranks, `ValueError` for an unsafe tag and `CheckpointError` for differing ones unless these are
+    to be ignored.
+    """
     error: Exception | None = None
     try:
         safe_component(tag)
@@ -102,8 +105,8 @@ def agree_on_tag(control: Control, tag: str, *, ignore_differences: bool) -> tup
     if len(set(tags)) > 1 and not ignore_differences:
         shown = ", ".join(f"rank {rank}: {name!r}" for rank, name in enumerate(tags[:8]))
         raise CheckpointError(
-            f"{control.call}: ranks gave different tags ({shown}); nothing was written. Give the same tag on every rank "
-            "(checkpoint.tag_validation=Ignore uses the tag of rank 0)"
+            f"{control.call}: ranks gave different tags ({shown}); nothing was written. Give the same tag on every "
+            "rank (checkpoint.tag_validation=Ignore uses the tag of rank 0)"
         )
     return tags[0], str(answers[0]["nonce"]), tags
 
@@ -126,9 +129,10 @@ def save_tag(control: Control, storage: Storage, request: SaveRequest, node: Nod
         _discard(storage, staging, node)
         raise
     manifest = _manifest(answers, node, nonce, request.writer)
-    _by_publisher(control, storage, staging, node, "publishing", lambda: _publish(storage, staging, request, manifest, control))
+    publisher = _Publisher(control, storage, staging, node)
+    publisher.run("publishing", lambda: _publish(storage, staging, request, manifest, control.timeout / 2))
     if request.save_latest:
-        _by_publisher(control, storage, staging, node, "writing latest", lambda: _latest(storage, request, nonce))
+        publisher.run("writing latest", lambda: _latest(storage, request, nonce))
 
 
 def _write(storage: Storage, path: Path, build: Callable[[], Any]) -> FileRecord:
@@ -141,7 +145,8 @@ def _write(storage: Storage, path: Path, build: Callable[[], Any]) -> FileRecord
 
 def _manifest(answers: Sequence[dict[str, Any]], node: Node, nonce: str, writer: str) -> Manifest:
     mine = [rank for rank, answer in enumerate(answers) if answer["node"] == node.first_rank]
-    records = [FileRecord(str(n), int(size), str(digest)) for rank in mine for n, size, digest in answers[rank]["files"]]
+    listed = [entry for rank in mine for entry in answers[rank]["files"]]
+    records = [FileRecord(str(name), int(size), str(digest)) for name, size, digest in listed]
     return Manifest(
         world_size=len(answers),
         nonce=nonce,
@@ -151,20 +156,27 @@ def _manifest(answers: Sequence[dict[str, Any]], node: Node, nonce: str, writer:
     )
 
 
-def _by_publisher(
-    control: Control, storage: Storage, staging: Path, node: Node, what: str, action: Callable[[], None]
-) -> None:
-    error: Exception | None = None
-    if node.publishes:
+@dataclass(frozen=True)
+class _Publisher:
+    """Runs a phase on the publishing rank of each node, then lets all ranks agree on its outcome."""
+
+    control: Control
+    storage: Storage
+    staging: Path
+    node: Node
+
+    def run(self, what: str, action: Callable[[], None]) -> None:
+        error: Exception | None = None
+        if self.node.publishes:
+            try:
+                action()
+            except Exception as failure:
+                error = failure
         try:
-            action()
-        except Exception as failure:
-            error = failure
-    try:
-        control.agree(what, error)
-    except Exception:
-        _discard(storage, staging, node)
-        raise
+            self.control.agree(what, error)
+        except Exception:
+            _discard(self.storage, self.staging, self.node)
+            raise
 
 
 def _discard(storage: Storage, staging: Path, node: Node) -> None:
@@ -189,7 +201,7 @@ def _ignore(_: object) -> None:
     return None
 
 
-def _publish(storage: Storage, staging: Path, request: SaveRequest, manifest: Manifest, control: Control) -> None:
+def _publish(storage: Storage, staging: Path, request: SaveRequest, manifest: Manifest, patience: float) -> None:
     target = request.folder / request.tag
     storage.write_file(staging / MANIFEST_NAME, lambda sink: _ignore(sink.write(manifest.to_json())))
     storage.sync_dir(staging)
@@ -199,7 +211,7 @@ def _publish(storage: Storage, staging: Path, request: SaveRequest, manifest: Ma
     except OSError:
         if not target.is_dir():
             raise
-        with storage.locked(target, control.timeout / 2):
+        with storage.locked(target, patience):
             _overwrite(storage, staging, target, manifest)
     for name, text in request.scripts:
         path = request.folder / name

@@ -46,7 +46,9 @@ STRUCTURAL_KEYS = frozenset(
 )
 """Keys of a model_states file that describe the file itself; client state may not use them."""
 
-INTERNAL_KEYS = frozenset("module skipped_steps global_steps dp_world_size mp_world_size data_sampler random_ltd".split())
+INTERNAL_KEYS = frozenset(
+    "module skipped_steps global_steps dp_world_size mp_world_size data_sampler random_ltd".split()
+)
 """Keys that `load_checkpoint` takes out of the client state that it returns."""
 
 
