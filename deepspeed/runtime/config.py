@@ -142,6 +142,7 @@ UNSUPPORTED: tuple[Rule, ...] = (
 FEATURES = {
     "autotuning": "run the launcher without --autotuning",
     "data_efficiency": "pass your own sampler or data loader",
+    "expert_parallel": "mark expert blocks as leaf modules",
     "hybrid_engine": "use GatheredParameters around generation",
     "weight_quantization": "quantise the saved weights instead",
 }
