@@ -48,7 +48,7 @@ def render() -> str:
 
 
 def _table(cls: type[ConfigSection]) -> list[str]:
-    other = {field: key for key, field in reversed(cls.other_spellings.items())}
+    other = {field: key for key, field in reversed(list(cls.other_spellings.items()))}
     rows = ["| key | default | meaning |", "| --- | --- | --- |"]
     for name, field in cls.model_fields.items():
         key = f"`{name}`" + (f", `{other[name]}`" if name in other else "")

@@ -171,7 +171,8 @@ def parse_section(cls: type[SectionT], value: Any, path: str, unknown: list[str]
     try:
         return cls.model_validate(value)
     except ValidationError as error:
-        raise ConfigError(_explain(error, path)) from None
+        written = {cls.other_spellings[key]: key for key in value if key in cls.other_spellings}
+        raise ConfigError(_explain(error, path, written)) from None
 
 
 def nearest(key: str, valid: Iterable[str]) -> str:
@@ -183,10 +184,13 @@ def nearest(key: str, valid: Iterable[str]) -> str:
     return f"Valid: {', '.join(sorted(by_lower.values()))}."
 
 
-def _explain(error: ValidationError, path: str) -> str:
+def _explain(error: ValidationError, path: str, written: Mapping[str, str]) -> str:
+    """One line per problem; `written` gives the user's spelling of a field where it differs."""
     lines: list[str] = []
     for item in error.errors(include_url=False):
-        where = ".".join(part for part in (path, *map(str, item["loc"])) if part)
+        location = [str(part) for part in item["loc"]]
+        location[:1] = [written.get(part, part) for part in location[:1]]
+        where = ".".join(part for part in (path, *location) if part)
         cause = item.get("ctx", {}).get("error")
         if isinstance(cause, _KeyProblems):
             lines += [f"{f'{where}.{key}' if where else key}: {text}" for key, text in cause.problems]
