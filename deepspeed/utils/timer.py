@@ -85,8 +85,6 @@ class Timer:
 class SynchronizedWallClockTimer:
     """Timers by name: `timers("fwd").start()`."""
 
-    Timer = Timer
-
     def __init__(self, clock: Clock = _now) -> None:
         self._clock = clock
         self.timers: dict[str, Timer] = {}

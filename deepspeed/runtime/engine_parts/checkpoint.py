@@ -193,7 +193,9 @@ class CheckpointMixin:
         assert staged is not None
         loaded, state = staged
         try:
-            self._apply(loaded, state, with_optimizer, load_lr_scheduler_states, load_module_only, custom_load_fn)
+            self._put_in_place(
+                loaded, state, with_optimizer, load_lr_scheduler_states, load_module_only, custom_load_fn
+            )
         except Exception as failure:
             error = failure
         control.agree("putting the checkpoint in place", error)
@@ -219,7 +221,7 @@ class CheckpointMixin:
             shapes_may_differ=custom,
         )
 
-    def _apply(
+    def _put_in_place(
         self,
         loaded: Loaded,
         state: Zero3State,

@@ -95,19 +95,19 @@ class DeepSpeedZeroConfig(ConfigSection):
     zero_hpz_partition_size: NonNegativeInt = acted(
         1, by="zero core (secondary shards)", doc="ranks per secondary (node-local) group; 1 turns hpZ off"
     )
-    memory_efficient_linear: bool = acted(True, by="zero.Init", doc="linear layers do not save their weight")
+    memory_efficient_linear: bool = inert(True, why="saved views of weights hold no memory: their storage is freed")
     override_module_apply: bool = acted(True, by="zero.Init", doc="Module.apply gathers, runs, writes back")
     use_all_reduce_for_fetch_params: bool = inert(False, why=_LAYOUT)
     allgather_sequential: bool = inert(False, why=_LAYOUT)
     # Gradients and step
     reduce_bucket_size: PositiveInt = acted(
-        500_000_000, by="zero core (grads)", doc="gradient elements collected before a reduce-scatter"
+        500_000_000, by="zero core (grads)", doc="gradient elements whose reduction may be in flight; at least one unit"
     )
     sub_group_size: NonNegativeInt = acted(
         1_000_000_000, by="zero core (master)", doc="shard elements per step group; 0 makes one group per parameter"
     )
     overlap_comm: bool | None = acted(
-        None, by="zero core (grads)", doc="reduce on a side stream; null is true for stage 3"
+        None, by="zero core (grads)", doc="overlap reductions with the backward; null is true for stage 3"
     )
     contiguous_gradients: bool = inert(True, why="gradients always go to one contiguous bucket")
     reduce_scatter: bool = inert(True, why="gradients are always reduce-scattered; the result is the same")

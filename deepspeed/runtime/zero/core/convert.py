@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From an ``nn.Parameter`` with full weights to a sharded one."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from . import layout, wire
+from .param import ShardedParam, ShardGroups
+from .parameter import ReleasedZeroParameter, ZeroParameter, classes_for
+from .unit import ShardedUnit, conceal_param
+
+BROADCAST_CHUNK = 1 << 26
+"""Elements broadcast at a time, so that a huge parameter needs no second full copy on the device."""
+
+
+def shard_parameter(
+    param: nn.Parameter,
+    groups: ShardGroups,
+    device: torch.device | None = None,
+    shard_device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    broadcast: bool = True,
+) -> ShardedParam:
+    """Shard ``param`` in place over ``groups``; its weights are those of rank 0. Collective.
+
+    The parameter becomes a unit of its own until a model's units are formed.
+
+    Args:
+        device: where full weights live (default: where they are now); ``shard_device``: where the shard lives.
+        dtype: dtype of shard and gathered weights for floating-point parameters (default: kept).
+    """
+    device = device if device is not None else param.device
+    if dtype is None or not param.dtype.is_floating_point:
+        dtype = param.dtype
+    shape, numel = param.shape, param.numel()
+    size = layout.shard_numel(numel, groups.primary.size)
+    start, end = layout.valid_span(numel, size, groups.primary.rank)
+    shard = torch.zeros(size, dtype=dtype, device=shard_device if shard_device is not None else device)
+    flat = param.data.reshape(-1)
+    for low in range(0, numel, BROADCAST_CHUNK):
+        high = min(low + BROADCAST_CHUNK, numel)
+        piece = flat[low:high].to(device=device, dtype=dtype)
+        if broadcast:
+            piece = piece.contiguous()
+            wire.broadcast(piece, groups.primary)
+        first, last = max(low, start), min(high, end)
+        if first < last:
+            shard[first - start : last - start].copy_(piece[first - low : last - low])
+    return adopt_shard(param, shard, shape, groups, device)
+
+
+def adopt_shard(
+    param: nn.Parameter, shard: torch.Tensor, shape: torch.Size, groups: ShardGroups, device: torch.device
+) -> ShardedParam:
+    """Make ``param`` a sharded parameter of ``shape`` whose shard is ``shard``; its own data is dropped."""
+    shown, released = classes_for(type(param))
+    sharded = ShardedParam(param, shard, shape, groups, shown, released)
+    ShardedUnit([sharded], device)
+    param.data = sharded.unit.empty
+    param.__class__ = shown
+    param._sharded = sharded  # type: ignore[attr-defined]
+    conceal_param(sharded)
+    return sharded
+
+
+def is_sharded(param: object) -> bool:
+    """Whether ``param`` is a sharded parameter."""
+    return isinstance(param, ZeroParameter)
+
+
+def is_released(param: object) -> bool:
+    """Whether ``param`` is a sharded parameter that shows no weights."""
+    return isinstance(param, ReleasedZeroParameter)

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients: from ``param.grad`` to this rank's slice of the average over ranks.
+
+Invariants:
+- Units are reduced in one order that is the same on every rank, as the buckets of DDP are: a unit waits for those
+  before it; a gradient that is missing on a rank counts as zero; what is left is reduced when the backward ends. The
+  order is the reverse of the modules' until rank 0's first backward has shown a better one.
+- Reducing is additive. A gradient that arrives after its unit was reduced (a parameter used in two separately
+  checkpointed segments) is reduced once more at the end of the backward: later, never wrong.
+- Gradient shards are allocated at the first reduction of an accumulation window and freed when the next window's
+  first forward begins (they stay readable after ``step``).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from deepspeed.errors import CollectiveTimeout
+
+from . import wire
+from .param import ShardedParam, ShardGroups
+from .unit import ShardedUnit
+
+MAX_INFLIGHT = 2
+"""Units whose full gradients may be alive while their reduction is on the wire."""
+
+
+class GradShards:
+    """One flat gradient buffer per sub-group, allocated when needed; each parameter's slice of it.
+
+    ``loss_scale`` is what the loss was multiplied by; ``divided_by`` is what a fused step already divided the buffers
+    by (it unscales and clips in place), or None.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+        self.numels: list[int] = []
+        self.places: dict[ShardedParam, tuple[int, int]] = {}
+        self.flats: list[torch.Tensor] = []
+        self.slices: dict[ShardedParam, torch.Tensor] = {}
+        self.loss_scale = 1.0
+        self.divided_by: torch.Tensor | None = None
+
+    def add_sub_group(self, params: list[ShardedParam]) -> None:
+        """Give ``params`` their places in a new flat buffer, in order, without gaps."""
+        offset = 0
+        for p in params:
+            self.places[p] = (len(self.numels), offset)
+            offset += p.shard.numel()
+        self.numels.append(offset)
+
+    @property
+    def allocated(self) -> bool:
+        """Whether there is memory for gradients."""
+        return bool(self.flats)
+
+    def allocate(self) -> None:
+        """Allocate every flat buffer (contents undefined)."""
+        if self.flats:
+            return
+        self.flats = [torch.empty(numel, dtype=self.dtype, device=self.device) for numel in self.numels]
+        self.renew_views()
+
+    def renew_views(self) -> None:
+        """Make each parameter's slice anew after the flat buffers were allocated or moved."""
+        self.slices = {
+            p: self.flats[group][start : start + p.shard.numel()] for p, (group, start) in self.places.items()
+        }
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self.flats, self.slices, self.divided_by = [], {}, None
+
+    def true_gradient(self, p: ShardedParam) -> torch.Tensor | None:
+        """This rank's slice of the averaged, unscaled, unclipped gradient in fp32, or None where there is none."""
+        shard = self.slices.get(p)
+        if shard is None:
+            return None
+        shard = shard.float()
+        if self.divided_by is not None:
+            shard = shard * self.divided_by
+        return shard / self.loss_scale if self.loss_scale != 1.0 else shard
+
+
+class _InFlight:
+    __slots__ = ("handle", "ins", "staged", "targets", "unit")
+
+    def __init__(
+        self,
+        handle: wire.Handle,
+        ins: list[torch.Tensor],
+        staged: list[torch.Tensor] | None,
+        targets: list[torch.Tensor],
+        unit: ShardedUnit,
+    ) -> None:
+        self.handle, self.ins, self.staged, self.targets, self.unit = handle, ins, staged, targets, unit
+
+
+class GradReducer:
+    """Reduces the units of one model as their gradients become complete."""
+
+    def __init__(
+        self,
+        units: list[ShardedUnit],
+        groups: ShardGroups,
+        shards: GradShards,
+        comm_dtype: torch.dtype | None,
+        release: Callable[[ShardedUnit], None],
+    ) -> None:
+        self.groups, self.shards, self.comm_dtype = groups, shards, comm_dtype
+        self.release = release
+        self.begin_backward: Callable[[], None] = lambda: None
+        self.running = False
+        self.order: list[ShardedUnit] = []
+        for unit in units:
+            unit.trainable = [p for p in unit.params if p in shards.places]
+            if unit.trainable:
+                self.order.append(unit)
+        self.order.reverse()
+        self.cursor = 0
+        self.epoch = -1
+        self.arrivals: list[ShardedUnit] = []
+        self.order_agreed = False
+        self.late: list[ShardedUnit] = []
+        self.inflight: deque[_InFlight] = deque()
+        self.filled: set[ShardedUnit] = set()
+        self.max_inflight_numel = 1 << 62
+        self.inflight_numel = 0
+        self.on_incomplete: Callable[[ShardedUnit], None] | None = None
+
+    # -- gradients arrive
+
+    def hook_for(self, p: ShardedParam) -> Callable[[torch.Tensor], None]:
+        """The post-accumulate-grad hook of ``p``."""
+
+        def grad_is_here(_: torch.Tensor) -> None:
+            if not p.grad_is_ready:
+                return
+            unit = p.unit
+            if not self.running:
+                self.begin_backward()
+            if unit.epoch != self.epoch:
+                self._enter(unit)
+            if unit.complete:
+                if not unit.late:
+                    unit.late = True
+                    self.late.append(unit)
+                return
+            if p.arrived != self.epoch:
+                p.arrived = self.epoch
+                unit.pending -= 1
+                if not unit.pending:
+                    if not unit.watched:
+                        self.release(unit)
+                    self.complete(unit)
+
+        return grad_is_here
+
+    def _enter(self, unit: ShardedUnit) -> None:
+        unit.epoch = self.epoch
+        unit.pending = len(unit.trainable)
+        unit.complete = unit.late = False
+
+    def begin(self, epoch: int) -> None:
+        """A backward begins."""
+        self.epoch = epoch
+        self.running = True
+        self.cursor = 0
+        self.late = []
+        self.arrivals = []
+
+    def complete(self, unit: ShardedUnit) -> None:
+        """Every gradient of ``unit`` that this rank will have is there: reduce it as soon as it is its turn."""
+        if unit.epoch != self.epoch:
+            self._enter(unit)
+        if unit.complete or not unit.trainable:
+            return
+        unit.complete = True
+        self.arrivals.append(unit)
+        order = self.order
+        while self.cursor < len(order):
+            turn = order[self.cursor]
+            if turn.epoch != self.epoch or not turn.complete:
+                return
+            self.cursor += 1
+            self.reduce(turn)
+
+    # -- reduce
+
+    def reduce(self, unit: ShardedUnit) -> None:
+        """Reduce-scatter the gradients of ``unit`` into its slices of the gradient shards."""
+        shards = self.shards
+        if not shards.flats:
+            shards.allocate()
+        if not self.filled:
+            shards.divided_by = None
+        comm = self.comm_dtype or unit.dtype
+        world = self.groups.primary.size
+        ins: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
+        for p in unit.trainable:
+            size = p.shard.numel()
+            if not size:
+                p.param.grad = None
+                continue
+            grad = p.param.grad
+            if grad is None:
+                ins.append(self._zero(comm, size * world))
+            else:
+                p.param.grad = None
+                if grad.layout is not torch.strided:
+                    grad = grad.to_dense()
+                grad = grad.reshape(-1)
+                if grad.dtype != comm:
+                    grad = grad.to(comm)
+                if grad.numel() != size * world:
+                    grad = torch.nn.functional.pad(grad, (0, size * world - grad.numel()))
+                ins.append(grad)
+            targets.append(shards.slices[p])
+        if not ins:
+            return
+        while self.inflight and (
+            len(self.inflight) >= MAX_INFLIGHT or self.inflight_numel + unit.numel > self.max_inflight_numel
+        ):
+            self._drain_one()
+        direct = unit not in self.filled and comm == shards.dtype and shards.device == unit.device
+        staged = None if direct else [torch.empty_like(t, dtype=comm, device=unit.device) for t in targets]
+        traffic = self.groups.traffic
+        traffic.reductions += 1
+        traffic.reduce_bytes += sum([g.nbytes for g in ins]) * (world - 1) // world
+        traffic.mix(~unit.index)
+        handle = wire.reduce_scatter(targets if staged is None else staged, ins, self.groups.primary)
+        self.inflight.append(_InFlight(handle, ins, staged, targets, unit))
+        self.inflight_numel += unit.numel
+        if not self.max_inflight_numel:
+            self._drain_one()
+
+    def _zero(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self.order[0].device)
+
+    def _drain_one(self) -> None:
+        item = self.inflight.popleft()
+        self.inflight_numel -= item.unit.numel
+        try:
+            item.handle.wait()
+        except RuntimeError as error:
+            raise CollectiveTimeout(
+                f"rank {self.groups.primary.rank}: reducing the gradients of {item.unit.name} failed or timed out; a "
+                f"rank may have died, stalled or taken another path. DEEPSPEED_TIMEOUT (minutes) bounds the wait. "
+                f"Cause: {error}"
+            ) from error
+        if item.staged is None:
+            self.filled.add(item.unit)
+            return
+        if item.unit in self.filled:
+            torch._foreach_add_(item.targets, [s.to(self.shards.device) for s in item.staged])
+        else:
+            torch._foreach_copy_(item.targets, item.staged)
+            self.filled.add(item.unit)
+
+    def drain(self) -> None:
+        """Wait for every reduction in flight."""
+        while self.inflight:
+            self._drain_one()
+
+    def finish(self) -> None:
+        """The backward ended: reduce what is left, in order, then what came late; wait for all."""
+        for unit in self.order[self.cursor :]:
+            if unit.epoch != self.epoch:
+                self._enter(unit)
+            if not unit.complete:
+                unit.complete = True
+                self.arrivals.append(unit)
+                if unit.pending and unit.pending < len(unit.trainable) and self.on_incomplete is not None:
+                    self.on_incomplete(unit)
+            self.reduce(unit)
+        self.cursor = len(self.order)
+        for unit in sorted(self.late, key=lambda u: u.index):
+            self.reduce(unit)
+        self.late = []
+        self.drain()
+        self.running = False
+
+    def abort(self) -> None:
+        """A backward failed: what was accumulated since the last step is incomplete and is dropped."""
+        self.running = False
+        self.drain()
+        self.filled.clear()
+        for unit in self.order:
+            for p in unit.trainable:
+                p.param.grad = None
+        self.late = []
+        self.cursor = len(self.order)
+
+    # -- windows
+
+    def agree_on_order(self) -> None:
+        """Adopt the order in which rank 0's last backward completed the units. Collective, once."""
+        if self.order_agreed or not self.arrivals:
+            return
+        self.order_agreed = True
+        by_index = {unit.index: unit for unit in self.order}
+        seen = [unit.index for unit in self.arrivals]
+        if len(seen) != len(self.order):
+            seen = [unit.index for unit in self.order]
+        ranks_order = torch.tensor(seen, dtype=torch.int64, device=self.order[0].device)
+        wire.broadcast(ranks_order, self.groups.primary)
+        self.order = [by_index[index] for index in ranks_order.tolist()]
+
+    def end_window(self) -> None:
+        """The optimizer has used the gradients: the next reduction starts a new window."""
+        self.filled.clear()
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether anything was reduced since the last step."""
+        return bool(self.filled)

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sharded parameter: every copy of its weights, and the version each copy holds.
+
+Invariant (ZeRO++ hpZ; deepspeedai/DeepSpeed#4851, #7164, #7606, #7130): the primary shard is the truth and carries
+``version``. Every other copy (the full buffer, the hpZ secondary) carries the version of the weights it holds and is
+used only while the two are equal. Whoever writes the primary calls ``wrote_primary``; forgetting to invalidate a copy
+cannot make it stale.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from . import layout
+from .wire import Channel
+
+if TYPE_CHECKING:
+    from .unit import ShardedUnit
+
+
+class ZeroParamStatus(Enum):
+    """Where the full weights of a parameter are."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ZeroParamType(Enum):
+    """How a parameter is treated: ``NORMAL`` is sharded, ``PARTITIONED`` was sharded by someone else, ``REMOTE`` lives
+    off the device."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+@dataclass
+class Traffic:
+    """Counters of what went over the wire, inside one hpZ group and across groups. Bytes are those a rank receives."""
+
+    gathers_inside: int = 0
+    gathers_across: int = 0
+    gather_bytes_inside: int = 0
+    gather_bytes_across: int = 0
+    reductions: int = 0
+    reduce_bytes: int = 0
+    fingerprint: int = 0
+
+    def mix(self, item: int) -> None:
+        """Mix one collective into the fingerprint of this step (48 bits, exact in a double)."""
+        self.fingerprint = (self.fingerprint * 1000003 ^ (item + 1)) & 0xFFFFFFFFFFFF
+
+    def as_dict(self) -> dict[str, int]:
+        """The counters by name."""
+        return {name: value for name, value in vars(self).items() if name != "fingerprint"}
+
+    def reset(self) -> None:
+        """Set every counter to zero."""
+        for name in self.as_dict():
+            setattr(self, name, 0)
+
+
+@dataclass(eq=False)
+class ShardGroups:
+    """The groups that parameters are sharded over: all ranks (primary) and, under hpZ, the ranks of one node.
+
+    ``secondary`` is None without hpZ. Where its size equals the world's, it is the primary channel itself and secondary
+    shards are the primary shards: nothing is allocated.
+    """
+
+    primary: Channel
+    secondary: Channel | None = None
+    traffic: Traffic = field(default_factory=Traffic)
+
+    @property
+    def aliased(self) -> bool:
+        """Whether secondary shards are the primary shards."""
+        return self.secondary is not None and self.secondary.size == self.primary.size
+
+
+class EditSink(Protocol):
+    """Who must hear of weights written from outside the optimizer: the master weights."""
+
+    def accept_edit(self, p: ShardedParam) -> None: ...
+
+
+class ShardedParam:
+    """Owns the copies of one parameter: primary shard, secondary shard, and its place in the unit's full buffer.
+
+    Attributes:
+        param: the ``nn.Parameter`` that users see; its ``data`` is the full weights while exposed, else empty.
+        shard: 1-D primary shard, ``ceil(numel / world)`` elements, padding zero.
+        secondary: 1-D hpZ shard, ``world * shard / P`` elements, or None before it is first needed.
+        version, full_version, secondary_version: the version of the primary and of the weights in each copy.
+    """
+
+    __slots__ = (
+        "arrived",
+        "dtype",
+        "edits",
+        "external",
+        "full",
+        "full_class",
+        "full_version",
+        "grad_is_ready",
+        "groups",
+        "id",
+        "leaf",
+        "name",
+        "numel",
+        "param",
+        "persistent",
+        "pins",
+        "released_class",
+        "secondary",
+        "secondary_source",
+        "secondary_version",
+        "shape",
+        "shard",
+        "status",
+        "unit",
+        "version",
+        "view",
+    )
+
+    _ids = itertools.count()
+
+    def __init__(
+        self,
+        param: torch.nn.Parameter,
+        shard: torch.Tensor,
+        shape: torch.Size,
+        groups: ShardGroups,
+        full_class: type,
+        released_class: type,
+    ) -> None:
+        self.param = param
+        self.shard = shard
+        self.shape = shape
+        self.numel = shape.numel()
+        self.dtype = shard.dtype
+        self.groups = groups
+        self.full_class, self.released_class = full_class, released_class
+        self.id = next(ShardedParam._ids)
+        self.name = f"parameter {self.id}"
+        self.status = ZeroParamStatus.NOT_AVAILABLE
+        self.version = 0
+        self.full_version = -1
+        self.secondary_version = -1
+        self.secondary: torch.Tensor | None = None
+        self.secondary_source: torch.Tensor | None = None
+        self.full: torch.Tensor | None = None
+        self.view: torch.Tensor | None = None
+        self.unit: ShardedUnit = None  # type: ignore[assignment]  # set by the unit that takes the parameter
+        self.edits: EditSink | None = None
+        self.persistent = False
+        self.external = False
+        self.leaf = False
+        self.pins = 0
+        self.arrived = -1
+        self.grad_is_ready = True
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the padded, flattened parameter."""
+        return self.shard.numel() * self.groups.primary.size
+
+    def shard_of(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's unpadded slice of a full tensor (any shape with ``numel`` elements): a 1-D view."""
+        start, end = layout.valid_span(self.numel, self.shard.numel(), self.groups.primary.rank)
+        return full.reshape(-1)[start:end]
+
+    def wrote_primary(self) -> None:
+        """The primary shard holds new weights: every other copy is old from now on."""
+        self.version += 1
+        self.unit.fresh = False
+
+    def recast(self, dtype: torch.dtype) -> None:
+        """Change the dtype of shard and gathered weights; only before the parameter joins a model's unit."""
+        self.shard = self.shard.to(dtype)
+        self.dtype = dtype
+
+    @property
+    def secondary_is_valid(self) -> bool:
+        """Whether the hpZ secondary holds the weights of the primary."""
+        if self.groups.secondary is None:
+            return False
+        return self.groups.aliased or self.secondary_version == self.version
+
+    def valid_secondary(self) -> torch.Tensor | None:
+        """The hpZ shard while it is valid, else None."""
+        if not self.secondary_is_valid:
+            return None
+        return self.shard if self.groups.aliased else self.secondary
+
+    def drop_secondary(self) -> None:
+        """Declare the hpZ secondary invalid (its memory is kept for the next copy)."""
+        self.secondary_version = -1

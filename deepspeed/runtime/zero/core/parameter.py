@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users see of a sharded parameter: ``nn.Parameter`` with read-through ``ds_*`` views.
+
+The class of a parameter follows its state. While its full weights are exposed it is a ``ZeroParameter``, which costs
+nothing. While they are not it is a ``ReleasedZeroParameter``, which notices that an operation is about to compute with
+an empty tensor and gathers it first. So tied and external weights, a child that is called by itself and code that
+never heard of sharding work without registration, at no cost where the weights are there already.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.errors import UsageError
+
+from . import fetch
+from .param import ShardedParam, ZeroParamStatus, ZeroParamType
+
+_PASS = frozenset(
+    """size numel dim ndimension nelement stride element_size storage_offset is_floating_point is_complex is_signed
+    detach data_ptr requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad untyped_storage storage
+    storage_type is_contiguous get_device to cpu cuda type type_as half float double bfloat16 int long __repr__ __str__
+    __format__ __len__ __bool__ __hash__ __reduce_ex__ __reduce__ __setstate__ __deepcopy__ __dir__ is_pinned is_shared
+    pin_memory share_memory_ is_inference is_set_to is_same_size is_conj is_neg is_coalesced empty_like zeros_like
+    ones_like new_empty new_zeros new_ones new_tensor new_full backward view reshape clone contiguous tolist
+    has_names is_meta is_leaf names _is_view _has_compatible_shallow_copy_type _typed_storage get_device""".split()
+)
+"""Operations that a released parameter answers as the empty tensor it shows."""
+
+_TRANSPOSED = frozenset(("T", "mT", "H", "mH", "real", "imag"))
+"""Properties that compute with the weights."""
+
+
+class ZeroParameter(nn.Parameter):
+    """An ``nn.Parameter`` that is sharded over the ranks; ``ds_*`` attributes are views of its ``ShardedParam``."""
+
+    _sharded: ShardedParam
+
+    def __new__(cls, data: torch.Tensor | None = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
+        """Code that rebuilds a parameter with ``type(p)(data)`` gets a plain one: the copy is not sharded."""
+        return nn.Parameter(torch.empty(0) if data is None else data, requires_grad)
+
+    # -- read-through views
+
+    @property
+    def ds_id(self) -> int:
+        """Process-wide number of this parameter; its presence means that the parameter is sharded."""
+        return self._sharded.id
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        """Full shape."""
+        return self._sharded.shape
+
+    @property
+    def ds_numel(self) -> int:
+        """Elements of the full parameter."""
+        return self._sharded.numel
+
+    @property
+    def ds_numel_aligned(self) -> int:
+        """Elements of the padded parameter: a multiple of the world size."""
+        return self._sharded.padded_numel
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        """Whether the full weights are visible, on their way, or not here."""
+        sharded = self._sharded
+        if sharded.status is ZeroParamStatus.NOT_AVAILABLE and sharded.unit.handle is not None:
+            return ZeroParamStatus.INFLIGHT
+        return sharded.status
+
+    @property
+    def ds_tensor(self) -> torch.Tensor:
+        """Primary shard: 1-D, ``ceil(ds_numel / world)`` elements, in the parameter's dtype."""
+        return self._sharded.shard
+
+    @property
+    def ds_secondary_tensor(self) -> torch.Tensor | None:
+        """hpZ shard: 1-D, or None where there is no valid one."""
+        return self._sharded.valid_secondary()
+
+    @property
+    def ds_secondary_tensor_group_size(self) -> int:
+        """Ranks in one hpZ group (1 without hpZ)."""
+        secondary = self._sharded.groups.secondary
+        return secondary.size if secondary is not None else 1
+
+    @property
+    def ds_secondary_tensor_num_of_groups(self) -> int:
+        """Number of hpZ groups."""
+        return self._sharded.groups.primary.size // self.ds_secondary_tensor_group_size
+
+    @property
+    def ds_process_group(self) -> Any:
+        """Group that the primary shards are spread over (None in a world of one)."""
+        return self._sharded.groups.primary.group
+
+    @property
+    def ds_zero_param_process_group(self) -> Any:
+        """Group that the hpZ shards are spread over, or None without hpZ."""
+        secondary = self._sharded.groups.secondary
+        return secondary.group if secondary is not None else None
+
+    @property
+    def ds_persist(self) -> bool:
+        """Whether the parameter stays gathered (``stage3_param_persistence_threshold``)."""
+        return self._sharded.persistent
+
+    @property
+    def ds_active_sub_modules(self) -> set[int]:
+        """Modules that use the parameter now, by id; a snapshot."""
+        unit = self._sharded.unit
+        return {id(unit)} if unit.users else set()
+
+    @property
+    def ds_param_type(self) -> ZeroParamType:
+        """Always ``NORMAL``."""
+        return ZeroParamType.NORMAL
+
+    @property
+    def is_external_param(self) -> bool:
+        """Whether a module other than its owner uses the parameter."""
+        return self._sharded.external
+
+    @property
+    def ds_z3_leaf_module(self) -> bool:
+        """Whether the parameter belongs to a module marked as leaf."""
+        return self._sharded.leaf
+
+    @property
+    def nvme_swapper(self) -> None:
+        """NVMe swapping is not part of this package."""
+        return None
+
+    @property
+    def ds_grad_is_ready(self) -> bool:
+        """Tiled computations set this False until the last tile, so that the gradient is reduced once."""
+        return self._sharded.grad_is_ready
+
+    @ds_grad_is_ready.setter
+    def ds_grad_is_ready(self, value: bool) -> None:
+        self._sharded.grad_is_ready = bool(value)
+
+    # -- operations
+
+    def all_gather(self, param_list: Iterable[nn.Parameter] | None = None, async_op: bool = False) -> Any:
+        """Gather the full weights of ``param_list`` (default: this parameter). Collective over the group.
+
+        With ``async_op`` returns an object whose ``wait()`` shows the weights.
+        """
+        params = sharded_of([self] if param_list is None else param_list)
+        if async_op:
+            return _Pending(params)
+        fetch.gather_params(params)
+        return None
+
+    def all_gather_coalesced(self, params: Iterable[nn.Parameter] | None = None, **_: Any) -> Any:
+        """Start gathering several parameters in one call; returns an object whose ``wait()`` shows the weights."""
+        return _Pending(sharded_of([self] if params is None else params))
+
+    def partition(
+        self,
+        param_list: Iterable[nn.Parameter] | None = None,
+        hierarchy: int = 0,
+        has_been_updated: bool = False,
+        free_data: bool = True,
+    ) -> None:
+        """Release the full weights of ``param_list`` (default: this parameter).
+
+        Args:
+            has_been_updated: write the full weights back first; they must be equal on every rank.
+            free_data: give the memory back.
+        """
+        fetch.partition_params(sharded_of([self] if param_list is None else param_list), has_been_updated, free_data)
+
+    def partition_numel(self) -> int:
+        """Elements of one rank's shard."""
+        return self._sharded.shard.numel()
+
+    def aligned_size(self) -> int:
+        """Elements of the padded parameter."""
+        return self._sharded.padded_numel
+
+    def padding_size(self) -> int:
+        """Elements of padding at the end of the flattened parameter."""
+        return self._sharded.padded_numel - self._sharded.numel
+
+    def get_partition_rank(self) -> int:
+        """This rank's number within the group."""
+        return self._sharded.groups.primary.rank
+
+    def convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter]) -> None:
+        """Shard further parameters over the same groups."""
+        from .convert import shard_parameter
+
+        for param in param_list:
+            if not isinstance(param, ZeroParameter):
+                shard_parameter(param, self._sharded.groups)
+
+    def ds_summary(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """State of the parameter as a plain dict."""
+        grad = self.grad
+        return {
+            "id": self.ds_id,
+            "status": self.ds_status.name,
+            "numel": self.numel(),
+            "ds_numel": self.ds_numel,
+            "shape": tuple(self.shape),
+            "ds_shape": tuple(self.ds_shape),
+            "requires_grad": self.requires_grad,
+            "grad_shape": tuple(grad.shape) if grad is not None else None,
+            "persist": self.ds_persist,
+            "active_sub_modules": self.ds_active_sub_modules,
+            "ds_tensor.shape": tuple(self.ds_tensor.shape),
+        }
+
+    def item(self) -> Any:
+        """Value of a one-element parameter; gathers it first (collective)."""
+        sharded = self._sharded
+        if sharded.status is ZeroParamStatus.AVAILABLE:
+            return self.data.item()
+        fetch.gather_params([sharded])
+        try:
+            return self.data.item()
+        finally:
+            fetch.partition_params([sharded])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A plain parameter with the full weights.
+
+        Raises:
+            UsageError: the weights are not gathered.
+        """
+        if id(self) in memo:
+            return memo[id(self)]
+        if self._sharded.status is not ZeroParamStatus.AVAILABLE:
+            raise UsageError(
+                f"deepcopy of {self._sharded.name}, which is partitioned by ZeRO-3 and shows no weights here; copy it "
+                "inside deepspeed.zero.GatheredParameters([...])"
+            )
+        copy = nn.Parameter(self.data.clone(), self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        """Pickled as the plain parameter that it shows."""
+        return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(proto)
+
+
+class ReleasedZeroParameter(ZeroParameter):
+    """A sharded parameter whose weights are not exposed: computing with it gathers it first."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__get__" or name == "__set__":
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+            if attribute not in _TRANSPOSED:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **(kwargs or {}))
+        elif name not in _PASS and (not name.endswith("_") or name.startswith("__")):
+            _show_released(func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _show_released(func: Any, args: Any, kwargs: Any) -> None:
+    """Gather the released parameters among the arguments if this is a computation of a forward.
+
+    Outside a forward an operation on nothing but parameters is taken as an inspection (a rank may do it alone, and a
+    gather is collective): it sees the empty tensor.
+    """
+    tensors = [t for t in _leaves((args, kwargs or {})) if isinstance(t, torch.Tensor)]
+    released = [t for t in tensors if isinstance(t, ReleasedZeroParameter)]
+    if not released:
+        return
+    on_access = released[0]._sharded.unit.on_access
+    others = len(tensors) > sum(isinstance(t, ZeroParameter) for t in tensors)
+    if on_access is not None:
+        on_access([p._sharded for p in released], others)
+    elif others and getattr(func, "__name__", "") not in ("equal", "allclose", "isclose"):
+        fetch.gather_params([p._sharded for p in released])
+
+
+def _leaves(value: Any) -> Iterable[Any]:
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+class _Pending:
+    """Gathers that were issued and are shown by ``wait``."""
+
+    def __init__(self, params: list[ShardedParam]) -> None:
+        self.params = params
+        for unit, chosen in fetch.by_unit(params).items():
+            fetch.start_gather_of(unit, chosen)
+
+    def wait(self, **_: Any) -> None:
+        """Show the weights."""
+        fetch.gather_params(self.params)
+
+
+def sharded_of(params: Iterable[Any]) -> list[ShardedParam]:
+    """The ``ShardedParam`` of every sharded parameter among ``params``, each once, others left out."""
+    found: dict[ShardedParam, None] = {}
+    for param in params:
+        if isinstance(param, ZeroParameter):
+            found[param._sharded] = None
+    return list(found)
+
+
+@functools.cache
+def classes_for(base: type) -> tuple[type, type]:
+    """The exposed and the released class for parameters of class ``base``."""
+    if base is nn.Parameter:
+        return ZeroParameter, ReleasedZeroParameter
+    shown = type(f"Zero{base.__name__}", (ZeroParameter, base), {})
+    return shown, type(f"ReleasedZero{base.__name__}", (ReleasedZeroParameter, base), {})
+
+
+def numel_of(param: nn.Parameter) -> int:
+    """True number of elements of a parameter, sharded or not."""
+    return param._sharded.numel if isinstance(param, ZeroParameter) else param.numel()

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`DeepSpeedZeroOptimizer_Stage3`: the optimizer that an engine hands out, under the names of the field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepspeed.errors import UsageError
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from deepspeed.utils.logging import logger
+
+from . import offloading
+from .core.grads import GradReducer, GradShards
+from .core.master import MasterWeights
+from .core.model import ShardedModel
+from .core.param import ShardedParam
+from .core.scaling import Verdict, vote
+from .offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from .parameter_offload import DeepSpeedZeRoOffload
+from .state_exchange import export_training_state, import_training_state
+
+if TYPE_CHECKING:
+    from deepspeed.checkpoint.state import Zero3State
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+
+
+class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
+    """Steps the flat master weights of a sharded model.
+
+    Args:
+        clip: largest global gradient norm, 0 for none.
+        skip_non_finite: whether a non-finite gradient skips the step.
+    """
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        master: MasterWeights,
+        grads: GradReducer,
+        shards: GradShards,
+        loss_scaler: LossScaler | DynamicLossScaler,
+        dtype: torch.dtype,
+        clip: float,
+        skip_non_finite: bool,
+    ) -> None:
+        self.sharded, self.master, self.grads, self.grad_shards = model, master, grads, shards
+        self.loss_scaler = loss_scaler
+        self.dtype = dtype
+        self.clip_grad = clip
+        self.skip_non_finite = skip_non_finite
+        self.parameter_offload = DeepSpeedZeRoOffload(model)
+        self.steps = 0
+        self.verdict: Verdict | None = None
+        self._pending = False
+        self._skipped = False
+        self._skips_in_a_row = 0
+        self.offloaded: set[OffloadStateTypeEnum] = set()
+        self.on_skip: Callable[[], None] = lambda: None
+
+    # -- what client code reads
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer that steps the flat masters."""
+        return self.master.optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Hyper-parameters per group; ``params`` are the group's flat fp32 master shards."""
+        return self.master.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        """Optimizer state by flat master shard."""
+        return self.master.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Default hyper-parameters."""
+        return self.master.optimizer.defaults
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because a gradient was not finite; may wait for the device."""
+        self.resolve()
+        return self._skipped
+
+    @property
+    def cur_scale(self) -> float:
+        """Loss scale of the next backward."""
+        return self.loss_scaler.loss_scale
+
+    loss_scale = cur_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale adapts."""
+        return self.loss_scaler.dynamic
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
+        """This rank's fp32 master shards: one 1-D tensor per sub-group."""
+        return [sub.master for sub in self.master.sub_groups]
+
+    @property
+    def fp16_groups(self) -> list[list[torch.nn.Parameter]]:
+        """Parameters per sub-group."""
+        return [[p.param for p in sub.params] for sub in self.master.sub_groups]
+
+    @property
+    def fp16_partitioned_groups(self) -> list[list[torch.Tensor]]:
+        """Primary shards per sub-group."""
+        return [[p.shard for p in sub.params] for sub in self.master.sub_groups]
+
+    @property
+    def fp16_partitioned_groups_flat(self) -> list[torch.Tensor | None]:
+        """Primary shards of each sub-group as one 1-D tensor, or None where dtypes differ."""
+        return [sub.shards for sub in self.master.sub_groups]
+
+    @property
+    def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
+        """This rank's averaged gradient shards by sub-group; empty without gradients."""
+        slices = self.grad_shards.slices
+        return {sub.index: [slices[p] for p in sub.params if p in slices] for sub in self.master.sub_groups}
+
+    @property
+    def persistent_parameters(self) -> list[torch.nn.Parameter]:
+        """Parameters that stay gathered."""
+        return [p.param for p in self.sharded.params.values() if p.persistent]
+
+    def get_lr(self) -> float:
+        """Learning rate of the first group."""
+        return float(self.param_groups[0]["lr"])
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every group."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    # -- step
+
+    def step(self, closure: None = None) -> None:
+        """Vote, clip, step, write back. Collective.
+
+        Raises:
+            UsageError: there are no gradients, or states are offloaded.
+            CollectiveMismatch: ranks issued different collectives.
+        """
+        if closure is not None:
+            raise UsageError("step(closure): the loss is not evaluated again inside a step; call step() without it")
+        self.resolve()
+        if self.offloaded:
+            names = ", ".join(sorted(kind.value for kind in self.offloaded))
+            raise UsageError(f"step() while {names} are offloaded; call reload_states() first")
+        if self.sharded.fetcher.in_backward:
+            self.sharded.hooks.end_backward(completed=False)
+        if not self.grads.has_gradients:
+            raise UsageError(
+                "step() without gradients: call engine.backward(loss) (or loss.backward()) on the engine's output first"
+            )
+        self.steps += 1
+        self.verdict = vote(
+            self.grad_shards.flats,
+            self.sharded.plan.groups,
+            self.sharded.plan.device,
+            self.loss_scaler.loss_scale,
+            self.clip_grad,
+            self.skip_non_finite,
+            self.steps,
+        )
+        self._pending = True
+        if self.dtype is torch.float16 or self.sharded.plan.device.type == "cpu":
+            self.resolve()
+        if self._pending or not self._skipped:
+            self.master.step(self.verdict)
+            self.sharded.fetcher.weights_changed()
+        self.grads.agree_on_order()
+        self.grads.end_window()
+
+    def resolve(self) -> bool:
+        """Learn whether the last step was applied; returns that. Waits for the device only if it has to."""
+        if not self._pending or self.verdict is None:
+            return not self._skipped
+        self._pending = False
+        self._skipped = not self.verdict.check()
+        self.loss_scaler.update_scale(self._skipped)
+        self._skips_in_a_row = self._skips_in_a_row + 1 if self._skipped else 0
+        if self._skipped:
+            self._report_skip(self.verdict)
+            self.on_skip()
+        return not self._skipped
+
+    def _report_skip(self, verdict: Verdict) -> None:
+        count = self._skips_in_a_row
+        ranks = verdict.non_finite_ranks()
+        for sub in self.master.sub_groups if self.grad_shards.allocated else []:
+            for p in sub.params:
+                shard = self.grad_shards.slices[p]
+                if not bool(torch.isfinite(shard).all()):
+                    kind = "NaN" if bool(torch.isnan(shard).any()) else "Inf"
+                    rank = self.sharded.plan.groups.primary.rank
+                    logger.warning(f"step {verdict.step}: {kind} in the gradient of {p.name} (shard of rank {rank})")
+                    break
+            else:
+                continue
+            break
+        if count in (1, 10) or count % 100 == 0:
+            scale = f"; loss scale is now {self.loss_scaler.loss_scale:g}" if self.dtype is torch.float16 else ""
+            logger.warning(
+                f"step {verdict.step} skipped: gradients are not finite in the shards of ranks {ranks}; "
+                f"{count} skipped in a row{scale}"
+            )
+
+    @property
+    def norm(self) -> torch.Tensor | None:
+        """Global norm of the last step's averaged gradients before clipping: 0-d double, None before the first step;
+        infinite after a skipped step."""
+        if self.verdict is None:
+            return None
+        norm = self.verdict.norm
+        return torch.where(torch.isfinite(norm), norm, torch.full_like(norm, float("inf")))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop local gradients. What was reduced already belongs to the window and is used by its step."""
+        for unit in self.grads.order:
+            for p in unit.trainable:
+                p.param.grad = None
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        """Backward of the loss times the loss scale."""
+        if self.dtype is torch.float16:
+            loss = loss.float() * self.loss_scaler.loss_scale
+        loss.backward(retain_graph=retain_graph)
+
+    # -- weights and states
+
+    def invalidate_secondary_tensor(self) -> None:
+        """Declare every hpZ secondary shard invalid (deepspeedai/DeepSpeed#7606)."""
+        self.sharded.drop_secondaries()
+
+    def empty_partition_cache(self) -> None:
+        """Release every gathered parameter that no context holds."""
+        self.parameter_offload.empty_partition_cache()
+
+    def refresh_fp32_params(self) -> None:
+        """Set the masters from the shards. Writes through ``GatheredParameters`` do so by themselves."""
+        for p in self.master.places:
+            self.master.accept_edit(p)
+
+    def export_state(self) -> Zero3State:
+        """Everything of this rank that a checkpoint holds: views, no copies."""
+        self.resolve()
+        return export_training_state(
+            self.sharded, self.master, self.loss_scaler, self.loss_scaler.dynamic, self._skipped
+        )
+
+    def import_state(self, state: Zero3State, load_optimizer_states: bool) -> None:
+        """Copy ``state`` in, as a new version of every weight; hpZ secondaries are invalid afterwards."""
+        if self.offloaded:
+            raise UsageError("loading while states are offloaded; call reload_states() first")
+        self.resolve()
+        import_training_state(self.sharded, self.master, state, load_optimizer_states)
+        if load_optimizer_states:
+            if state.loss_scaler is not None:
+                self.loss_scaler.load_state_dict(vars(state.loss_scaler))
+            self._skipped = state.overflow
+        self.grads.end_window()
+        self.grad_shards.free()
+        self.invalidate_secondary_tensor()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's optimizer state: torch state of the flat masters, the masters, the loss scaler."""
+        return {
+            "zero_stage": 3,
+            "optimizer_state_dict": self.master.optimizer.state_dict(),
+            "fp32_flat_groups": [sub.master for sub in self.master.sub_groups],
+            "loss_scaler": self.loss_scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *_: Any, **__: Any) -> None:
+        """Restore what ``state_dict`` of the same rank and world size gave."""
+        for sub, flat in zip(self.master.sub_groups, state["fp32_flat_groups"], strict=True):
+            sub.master.copy_(flat)
+            sub.write_back()
+        self.master.optimizer.load_state_dict(state["optimizer_state_dict"])
+        self.loss_scaler.load_state_dict(state["loss_scaler"])
+        self.sharded.fetcher.weights_changed()
+        self.invalidate_secondary_tensor()
+
+    def checkpoint_event_prologue(self) -> None:
+        """Called before a checkpoint is read or written: releases what is gathered."""
+        self.sharded.fetcher.release_all()
+
+    def checkpoint_event_epilogue(self) -> None:
+        """Called after a checkpoint was read or written."""
+
+    def offload_states(
+        self,
+        include: Iterable[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states to the host until ``reload_states``; any torch optimizer."""
+        offloading.offload_states(self, include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring offloaded states back to the device."""
+        offloading.reload_states(self, non_blocking)
+
+    def sharded_of(self, param: torch.nn.Parameter) -> ShardedParam | None:
+        """The trainable sharded parameter behind ``param``, or None."""
+        sharded = getattr(param, "_sharded", None)
+        return sharded if sharded is not None and sharded in self.master.places else None
+
+    def destroy(self) -> None:
+        """Remove hooks and release memory; the optimizer cannot be used afterwards."""
+        self.grads.drain()
+        self.parameter_offload.destroy()
+        self.grad_shards.free()
+        self.verdict = None
