@@ -17,8 +17,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 def _set_epoch(loader: Any, epoch: int) -> None:
     for owner in (loader, getattr(loader, "sampler", None)):
-        if hasattr(owner, "set_epoch"):
-            owner.set_epoch(epoch)
+        tell = getattr(owner, "set_epoch", None)
+        if tell is not None:
+            tell(epoch)
             return
 
 

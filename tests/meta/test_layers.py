@@ -47,6 +47,7 @@ LAYER_OF = {
     "deepspeed.runtime.zero.offload_config": "core",
     "deepspeed.runtime.zero.leaf_module_config": "core",
     "deepspeed.runtime.config": "core",
+    "deepspeed.runtime.config_reference": "core",
     "deepspeed.runtime.config_sections": "core",
     "deepspeed.runtime.config_utils": "core",
     "deepspeed.runtime.precision_config": "core",
@@ -58,19 +59,27 @@ LAYER_OF = {
     "deepspeed.monitor": "core",
     # glue: hooks on users' modules, engine parts
     "deepspeed.runtime.zero.core.hooks": "glue",
+    "deepspeed.runtime.zero.core.model": "glue",
     "deepspeed.runtime.engine_parts": "glue",
-    "deepspeed.runtime.zero.partition_parameters": "glue",
+    "deepspeed.runtime.zero": "glue",
     "deepspeed.runtime.activation_checkpointing": "glue",
     "deepspeed.runtime.checkpoint_engine": "glue",
     "deepspeed.profiling": "glue",
     # face: the names that users import
     "deepspeed": "face",
+    "deepspeed.api": "face",
     "deepspeed.env_report": "face",
     "deepspeed.git_version_info": "face",
     "deepspeed.runtime": "face",
     "deepspeed.runtime.engine": "face",
-    "deepspeed.runtime.zero": "face",
+    "deepspeed.runtime.engine_parts.build": "face",
+    "deepspeed.runtime.zero.parameter_offload": "face",
+    "deepspeed.runtime.zero.stage3": "face",
     "deepspeed.utils": "face",
+    "deepspeed.utils.tensor_fragment": "face",
+    "deepspeed.utils.z3_leaf_module": "face",
+    "deepspeed.utils.zero_to_fp32": "face",
+    "deepspeed.utils.zero_to_torch": "face",
 }
 
 # Exact modules: an entry for a package that others nest in must not decide for modules that somebody adds below it.

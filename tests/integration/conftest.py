@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients ask importlib.metadata whether deepspeed is installed; in a bare checkout a metadata folder on the path
+says so."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.meta.sources import ROOT
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+
+def _make_visible() -> None:
+    try:
+        importlib.metadata.metadata("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        line = next(
+            text for text in (ROOT / "deepspeed" / "version.py").read_text().splitlines() if "__version__ =" in text
+        )
+        version = line.split("=")[1].strip().strip("\"'")
+        folder = Path(tempfile.mkdtemp(prefix="metadata-"))
+        info = folder / f"deepspeed-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {version}\n")
+        sys.path.append(str(folder))
+
+
+_make_visible()
