@@ -65,6 +65,8 @@ class Manifest:
                 for name, entry in content["files"].items()
             }
             ranks = content.get("ranks")
+            if int(content["world_size"]) < 1 or ranks == []:
+                raise CheckpointCorrupt(f"{where} describes a checkpoint of no ranks")
             return cls(
                 world_size=int(content["world_size"]),
                 nonce=str(content["nonce"]),

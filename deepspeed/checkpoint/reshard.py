@@ -21,6 +21,7 @@ from deepspeed.errors import CheckpointMismatch
 __all__ = ["Piece", "Source", "build_state", "pieces"]
 
 StateValue = torch.Tensor | float | int
+_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})  # how a step runs, not what it does
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,8 @@ def _hyper_parameters(template: Zero3State, source: Source, plan: _Plan) -> list
         hyper = source.hyper_parameters(found) if found is not None else None
         if hyper is None and not names and len(stored) == len(template.param_groups):
             hyper = stored[index]
-        result.append(dict(own) if hyper is None else {**own, **hyper})
+        kept = {key: value for key, value in own.items() if key in _IMPLEMENTATION}
+        result.append(dict(own) if hyper is None else {**own, **hyper, **kept})
     return result
 
 

@@ -10,6 +10,7 @@ Paths that come from users or files are turned into paths here, by `safe_compone
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import hashlib
@@ -94,6 +95,19 @@ class HashingSink:
         return self.size, self._hash.hexdigest()
 
 
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def _exchange(one: Path, other: Path) -> None:
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(other))
+    call.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+    if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(other))
+
+
 class Storage:
     """The few operations that change a checkpoint folder.  Every one may raise `OSError`."""
 
@@ -132,6 +146,14 @@ class Storage:
     def replace(self, source: Path, target: Path) -> None:
         """Put `source` in the place of the file `target`, atomically."""
         os.replace(source, target)
+
+    def link(self, source: Path, target: Path) -> None:
+        """Give the file `source` a second name."""
+        os.link(source, target, follow_symlinks=False)
+
+    def exchange(self, one: Path, other: Path) -> None:
+        """Swap two folders in one step; `OSError` where the system or file system cannot."""
+        _exchange(one, other)
 
     def remove(self, path: Path) -> None:
         """Remove a file; missing is fine."""

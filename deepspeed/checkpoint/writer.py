@@ -5,7 +5,8 @@ What must hold, at every instant a process may die:
 
 * `latest` names a tag whose every file was fully written and synced by every rank, or what it named before;
 * a new tag appears by one rename of a finished folder;
-* an existing tag is overwritten under a manifest that says ``publishing``, so that a mixture is detected on load;
+* an existing tag is exchanged for the finished folder in one step; where the file system cannot do that, its files
+  are replaced under a manifest that says ``publishing``, so that a mixture is detected on load;
 * a staging folder (``.<tag>.<nonce>.tmp``) is never read.
 
 Save is collective: it returns on every rank or raises the same error on every rank.
@@ -13,6 +14,7 @@ Save is collective: it returns on every rank or raises the same error on every r
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -32,6 +34,7 @@ from deepspeed.errors import CheckpointCorrupt, CheckpointError
 
 __all__ = ["Node", "SaveRequest", "agree_on_tag", "new_nonce", "save_tag", "staging_name"]
 
+_SERIOUS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _LEFTOVER = re.compile(r"\..+\.([0-9a-f]{8})-(\d+)-[0-9a-f]{16}(?:\.n\d+)?\.tmp")
 
 
@@ -207,16 +210,38 @@ def _publish(storage: Storage, staging: Path, request: SaveRequest, manifest: Ma
     storage.sync_dir(staging)
     try:
         storage.rename(staging, target)
-        storage.sync_dir(request.folder)
-    except OSError:
-        if not target.is_dir():
+    except OSError as failure:
+        if failure.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         with storage.locked(target, patience):
-            _overwrite(storage, staging, target, manifest)
+            if not _exchanged(storage, staging, target, manifest):
+                _overwrite(storage, staging, target, manifest)
+    storage.sync_dir(request.folder)
     for name, text in request.scripts:
         path = request.folder / name
         if not (path.is_file() and not path.is_symlink() and path.read_bytes() == text):
             _put_bytes(storage, path, text, manifest.nonce, executable=True)
+
+
+def _exchanged(storage: Storage, staging: Path, target: Path, manifest: Manifest) -> bool:
+    """Swap the finished folder with the tag's old one, keeping what else lies in the tag; False if not possible."""
+    if manifest.ranks is not None:
+        return False  # node-local files may have to join those of other nodes
+    others = [n for n in storage.list_dir(target) if not is_shard_name(n) and n != MANIFEST_NAME and n[0] != "."]
+    if any(not (target / name).is_file() or (target / name).is_symlink() for name in others):
+        return False
+    try:
+        for name in others:
+            storage.link(target / name, staging / name)
+        storage.sync_dir(staging)
+        storage.exchange(staging, target)
+    except OSError as failure:
+        if failure.errno in _SERIOUS:
+            raise
+        return False
+    storage.sync_dir(target.parent)  # before the old content goes
+    storage.remove_tree(staging)
+    return True
 
 
 def _overwrite(storage: Storage, staging: Path, target: Path, manifest: Manifest) -> None:
