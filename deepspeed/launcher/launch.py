@@ -212,11 +212,11 @@ def _spawn_rank(
     )
     name = f"rank {env['RANK']}"
     if options.enable_each_rank_log == "None":
-        return spawn(name, argv, env, cpus=cpus, stdin=stdin)
+        return spawn(Child, name, argv, env, cpus=cpus, stdin=stdin)
     stamp = time.strftime("%Y%m%d%H%M%S")
     path = Path(options.enable_each_rank_log) / f"{stamp}_rank{env['RANK']}.log"
     with private_files.new_file(path) as log:
-        return spawn(name, argv, env, cpus=cpus, stdin=stdin, stdout=log, stderr=log)
+        return spawn(Child, name, argv, env, cpus=cpus, stdin=stdin, stdout=log, stderr=log)
 
 
 def _spawn_agent(options: argparse.Namespace, node: Node, env: dict[str, str], stdin: IO[bytes] | None) -> Child:
@@ -242,7 +242,7 @@ def _spawn_agent(options: argparse.Namespace, node: Node, env: dict[str, str], s
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "LOCAL_WORLD_SIZE"):
         env.pop(name, None)
     # The agent ends its workers on SIGTERM; it must have the chance to when this process dies.
-    return spawn("elastic agent", argv, env, stdin=stdin, death_signal=signal.SIGTERM)
+    return spawn(Child, "elastic agent", argv, env, stdin=stdin, death_signal=signal.SIGTERM)
 
 
 def _obey(control: IO[bytes], inbox: Inbox) -> None:

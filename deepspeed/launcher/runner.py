@@ -35,7 +35,7 @@ from deepspeed.launcher.hosts import (
     parse_inclusion_exclusion,
 )
 from deepspeed.launcher.slots import cpu_only, device_count, free_port, is_local, port_is_free, visible_devices
-from deepspeed.launcher.spawn import spawn
+from deepspeed.launcher.spawn import Child, spawn
 from deepspeed.launcher.supervise import Inbox, supervise
 
 __all__ = [
@@ -80,7 +80,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     meet.add_argument("--master_addr", default="", metavar="A", help="address of rank 0 (found by ssh if not given)")
     backend = parser.add_argument_group("many hosts")
-    backend.add_argument("--launcher", default="pdsh", metavar="NAME", help=f"backend: {', '.join(LAUNCHERS)}")
+    backend.add_argument("--launcher", default="", metavar="NAME", help=f"backend: {', '.join(LAUNCHERS)} (pdsh)")
     backend.add_argument("--launcher_args", default="", metavar="ARGS", help="further arguments of the backend")
     backend.add_argument("--no_ssh", action="store_true", help="every host runs this command itself")
     backend.add_argument("--node_rank", type=int, default=-1, metavar="R", help="this host's index, with --no_ssh")
@@ -166,7 +166,7 @@ def _refuse_contradictions(options: argparse.Namespace) -> None:
             "--autotuning is not built: leave it out, and set train_micro_batch_size_per_gpu and the stage3_* sizes of "
             "the configuration by hand"
         )
-    if options.launcher.lower() not in LAUNCHERS:
+    if options.launcher and options.launcher.lower() not in LAUNCHERS:
         raise LauncherError(f"--launcher {options.launcher!r} is unknown: use one of {', '.join(LAUNCHERS)}")
     if options.module and options.no_python:
         raise HostListError("--module and --no_python exclude each other: give one of them")
@@ -251,7 +251,7 @@ def _run_here(options: argparse.Namespace, world: World, grace: float, *, check_
     spec = job_spec(options, world, options.master_addr or "127.0.0.1", port, check_slots=check_slots)
     with Inbox() as inbox:
         argv = launch_command(spec, [f"--node_rank={node_rank}"])
-        child = spawn("the launcher of this host", argv, local_environment(), death_signal=signal.SIGTERM)
+        child = spawn(Child, "the launcher of this host", argv, local_environment(), death_signal=signal.SIGTERM)
         return supervise([child], inbox, grace, relay=True)
 
 

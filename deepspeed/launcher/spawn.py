@@ -15,7 +15,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from typing import IO
+from typing import IO, TypeVar
 
 from deepspeed.errors import LauncherError
 
@@ -67,7 +67,11 @@ class Child:
         self.popen.wait()
 
 
+ChildType = TypeVar("ChildType", bound=Child)
+
+
 def spawn(
+    kind: type[ChildType],
     name: str,
     argv: Sequence[str],
     env: Mapping[str, str],
@@ -78,10 +82,11 @@ def spawn(
     stdout: int | IO[bytes] | None = None,
     stderr: int | IO[bytes] | None = None,
     cpus: Sequence[int] | None = None,
-) -> Child:
+) -> ChildType:
     """Start `argv` in a session of its own.
 
     Args:
+        kind: class of the result, `Child` or one of its subclasses.
         name: what messages call it, such as `rank 3`.
         death_signal: what the kernel sends it when this process dies.
         cpus: cores that it may run on; all of ours by default.
@@ -118,7 +123,7 @@ def spawn(
         raise LauncherError(f"{name}: cannot start {argv[0]!r}: {err}") from err
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-    return Child(name, popen)
+    return kind(name, popen)
 
 
 def processes_of(roots: set[int]) -> list[int]:
