@@ -5,6 +5,7 @@ says so."""
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import sys
 import tempfile
 from pathlib import Path
@@ -12,9 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.meta.sources import ROOT
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 
 
 def _make_visible() -> None:
@@ -33,3 +31,10 @@ def _make_visible() -> None:
 
 
 _make_visible()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
+    for item in items:
+        if missing and item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.skip(reason=f"{' and '.join(missing)} not installed"))

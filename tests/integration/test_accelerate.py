@@ -22,11 +22,10 @@ def _loader(batch: int) -> torch.utils.data.DataLoader[Any]:
     return torch.utils.data.DataLoader(data, batch_size=batch, shuffle=False)
 
 
-def plain() -> dict[str, Any]:
+def plain(path: str) -> dict[str, Any]:
     import transformers
 
-    torch.manual_seed(11)
-    model = transformers.AutoModelForCausalLM.from_config(tiny.config())
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, norms = [], []
     batches = [ids for (ids,) in _loader(2 * WORLD)]
@@ -41,7 +40,7 @@ def plain() -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": tiny.full_weights(model)}
 
 
-def loop(out: str, hpz: int) -> dict[str, Any]:
+def loop(path: str, out: str, hpz: int) -> dict[str, Any]:
     """Runs on every rank."""
     import transformers
     from accelerate import Accelerator
@@ -58,8 +57,7 @@ def loop(out: str, hpz: int) -> dict[str, Any]:
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=section, gradient_accumulation_steps=2),
         gradient_accumulation_steps=2,
     )
-    torch.manual_seed(11)
-    model = transformers.AutoModelForCausalLM.from_config(tiny.config())
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, _loader(2), scheduler)
@@ -107,13 +105,22 @@ def loop(out: str, hpz: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, Any]:
-    return run_ranks(plain, 1, init_group=False)[0]
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("models") / "llama")
+    run_ranks(tiny.save_model, 1, path, init_group=False)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(model: str) -> dict[str, Any]:
+    return run_ranks(plain, 1, model, init_group=False)[0]
 
 
 @pytest.mark.parametrize("hpz", [1, 2])
-def test_loop_equals_plain_torch_and_state_comes_back(hpz: int, expected: dict[str, Any], tmp_path: Path) -> None:
-    results = run_ranks(loop, WORLD, str(tmp_path), hpz, timeout=150)
+def test_loop_equals_plain_torch_and_state_comes_back(
+    hpz: int, model: str, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    results = run_ranks(loop, WORLD, model, str(tmp_path), hpz, timeout=150)
     for rank, got in enumerate(results):
         assert got["losses"] == pytest.approx(expected["losses"], abs=2e-4)
         assert got["norms"] == pytest.approx(expected["norms"], rel=1e-3)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from tests.harness import run_ranks
 from tests.integration import tiny
 
-pytest.importorskip("peft")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft not installed")
 WORLD = 4
 
 
