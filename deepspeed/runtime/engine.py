@@ -26,6 +26,7 @@ from deepspeed.runtime.engine_parts.counter import StepCounter
 from deepspeed.runtime.engine_parts.getters import ConfigGetters
 from deepspeed.runtime.engine_parts.reporting import Reporter
 from deepspeed.runtime.lr_schedules import build_scheduler
+from deepspeed.runtime.zero.core.hooks import tensors_in
 from deepspeed.runtime.zero.gathered import GatheredParameters
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -127,7 +128,16 @@ class DeepSpeedEngine(CheckpointMixin, ConfigGetters, nn.Module):
         if self.reporter.throughput is not None and self.training:
             self.reporter.throughput.start()
         with self.reporter.phase("forward"), self._autocast():
-            return self.module(*inputs, **kwargs)
+            output = self.module(*inputs, **kwargs)
+        if self.counter.accumulation > 1 and torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._scale_plain_backward)
+        return output
+
+    def _scale_plain_backward(self, grad: torch.Tensor) -> torch.Tensor | None:
+        """A plain ``loss.backward()`` counts as one micro-batch of its window, as ``engine.backward(loss)`` does."""
+        return None if self.optimizer_model.hooks.managed else grad / self.counter.accumulation
 
     def _autocast(self) -> Any:
         autocast = self._config.torch_autocast
@@ -212,19 +222,20 @@ class DeepSpeedEngine(CheckpointMixin, ConfigGetters, nn.Module):
             scheduler.rewind()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop local gradients; see ``DeepSpeedZeroOptimizer_Stage3.zero_grad``."""
-        self.optimizer.zero_grad(set_to_none)
+        """Drop gradients that were not reduced. Those that were belong to the window, which only ``step`` ends."""
+        if self._trains:
+            self.optimizer.grads.drop_local()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accepted for accumulation loops. Gradients are sharded, so each backward still reduces; the sum is the same."""
+        """Accepted for accumulation loops; gradients are sharded, so each backward reduces, to the same sum."""
         yield
 
     def _needs_optimizer(self, call: str) -> None:
         if not self._trains:
             raise UsageError(
-                f"{call} on an engine without an optimizer: pass optimizer=, or an 'optimizer' section in the config, to "
-                "deepspeed.initialize"
+                f"{call} on an engine without an optimizer: pass optimizer=, or an 'optimizer' section in the config, "
+                "to deepspeed.initialize"
             )
 
     # -- accumulation and counters

@@ -224,10 +224,9 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
         return torch.where(torch.isfinite(norm), norm, torch.full_like(norm, float("inf")))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop local gradients. What was reduced already belongs to the window and is used by its step."""
-        for unit in self.grads.order:
-            for p in unit.trainable:
-                p.param.grad = None
+        """Drop every gradient of the window, reduced ones too."""
+        self.grads.drop_local()
+        self.grads.end_window()
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Backward of the loss times the loss scale."""

@@ -231,7 +231,7 @@ class GradReducer:
         traffic = self.groups.traffic
         traffic.reductions += 1
         traffic.reduce_bytes += sum([g.nbytes for g in ins]) * (world - 1) // world
-        traffic.mix(~unit.index)
+        traffic.place.mix(~unit.index)
         handle = wire.reduce_scatter(targets if staged is None else staged, ins, self.groups.primary)
         self.inflight.append(_InFlight(handle, ins, staged, targets, unit))
         self.inflight_numel += unit.numel
@@ -289,11 +289,15 @@ class GradReducer:
         self.running = False
         self.drain()
         self.filled.clear()
+        self.drop_local()
+        self.late = []
+        self.cursor = len(self.order)
+
+    def drop_local(self) -> None:
+        """Drop gradients that were not reduced."""
         for unit in self.order:
             for p in unit.trainable:
                 p.param.grad = None
-        self.late = []
-        self.cursor = len(self.order)
 
     # -- windows
 
