@@ -97,6 +97,7 @@ def _issue(
         traffic.gather_bytes_across += received
     traffic.mix(unit.index)
     unit.handle = wire.gather(outs, ins, groups.primary)
+    unit.ledger.inflight += unit.numel
 
 
 def _issue_hpz(
@@ -124,6 +125,7 @@ def _issue_hpz(
         traffic.mix(unit.index)
         handle = _Both(handle, wire.gather(outs, ins, groups.primary))
     unit.handle = handle
+    unit.ledger.inflight += unit.numel
 
 
 def finish_gather(unit: ShardedUnit) -> None:
@@ -140,6 +142,7 @@ def finish_gather(unit: ShardedUnit) -> None:
                 f"another path. DEEPSPEED_TIMEOUT (minutes) bounds the wait. Cause: {error}"
             ) from error
         unit.handle = None
+        unit.ledger.inflight -= unit.numel
     if unit.incoming:
         incoming, unit.incoming = unit.incoming, []
         unit.refresh_secondaries(incoming)
@@ -258,7 +261,6 @@ class Fetcher:
             unit.ledger = self.ledger
         self.sizes = [unit.numel for unit in units]
         self.live: dict[ShardedUnit, None] = {}
-        self.inflight = 0
         self.forward_trace, self.eval_trace, self.backward_trace = Trace(), Trace(), Trace()
         self.trace = self.forward_trace
         self.in_forward = self.in_backward = False
@@ -273,15 +275,12 @@ class Fetcher:
             return
         start_gather(unit)
         self.live[unit] = None
-        if unit.handle is not None:
-            self.inflight += unit.numel
 
     def ready(self, unit: ShardedUnit) -> None:
         """Make the newest weights of ``unit`` visible, waiting for them where needed."""
         if not unit.fresh:
             self.start(unit)
         if unit.handle is not None:
-            self.inflight -= unit.numel
             finish_gather(unit)
         if not unit.exposed:
             unit.expose()
@@ -298,14 +297,14 @@ class Fetcher:
 
     def prefetch(self) -> None:
         """Issue gathers of the units expected next, within the limits."""
-        limits, units = self.limits, self.units
+        limits, units, ledger = self.limits, self.units, self.ledger
         for index in self.trace.upcoming():
-            if self.inflight >= limits.prefetch and self.inflight:
+            if ledger.inflight >= limits.prefetch and ledger.inflight:
                 return
             unit = units[index]
             if unit.fresh:
                 continue
-            if not unit.allocated and self.ledger.live + unit.numel > limits.max_live:
+            if not unit.allocated and ledger.live + unit.numel > limits.max_live:
                 return
             self.start(unit)
 
@@ -367,8 +366,6 @@ class Fetcher:
 
     def drop(self, unit: ShardedUnit, keep: bool = False) -> None:
         """Conceal ``unit``; free it unless ``keep``."""
-        if unit.handle is not None:
-            self.inflight -= unit.numel
         release(unit, keep)
         if not unit.allocated or unit.aliased:
             self.live.pop(unit, None)

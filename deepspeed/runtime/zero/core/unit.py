@@ -25,13 +25,14 @@ AVAILABLE, NOT_AVAILABLE, INFLIGHT = ZeroParamStatus.AVAILABLE, ZeroParamStatus.
 
 
 class Ledger:
-    """Counts the elements of full weights that are allocated, and their peak."""
+    """Counts the elements of full weights that are allocated, their peak, and those whose gather is in flight."""
 
-    __slots__ = ("live", "peak")
+    __slots__ = ("inflight", "live", "peak")
 
     def __init__(self) -> None:
         self.live = 0
         self.peak = 0
+        self.inflight = 0
 
     def add(self, numel: int) -> None:
         """Count ``numel`` more live elements."""
