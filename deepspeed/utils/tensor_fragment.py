@@ -101,6 +101,7 @@ def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
     return _gather(p, master.master_of(p)).clone()
 
 
+@torch.no_grad()
 def safe_set_full_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Set master weights and low-precision shards from ``value`` (full shape, the same on every rank).
 
@@ -126,6 +127,7 @@ def safe_get_full_optimizer_state(param: torch.nn.Parameter, optim_state_key: st
     return _gather(p, master.state_of(p, optim_state_key)).clone()
 
 
+@torch.no_grad()
 def safe_set_full_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Set an optimizer state from ``value`` (full shape, the same on every rank)."""
     p, master = _must_be_trained(param, "safe_set_full_optimizer_state")
@@ -149,6 +151,7 @@ def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
     return None if shard is None else _gather(p, shard)
 
 
+@torch.no_grad()
 def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Set the averaged gradient from ``value`` (full shape, the same on every rank); between backward and step."""
     p, master = _must_be_trained(param, "safe_set_full_grad")
@@ -156,6 +159,7 @@ def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     _writable_grad(p, master, "safe_set_full_grad")[: piece.numel()].copy_(piece * master.grads.loss_scale)
 
 
+@torch.no_grad()
 def safe_update_full_grad_vectorized(
     param_list: Iterable[torch.nn.Parameter],
     update_func: Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor | None],
@@ -180,6 +184,7 @@ def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
     return None if found is None else found[1].master_of(found[0]).clone()
 
 
+@torch.no_grad()
 def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Set this rank's master shard and low-precision shard."""
     p, master = _must_be_trained(param, "safe_set_local_fp32_param")
@@ -192,6 +197,7 @@ def safe_get_local_optimizer_state(param: torch.nn.Parameter, optim_state_key: s
     return None if found is None else found[1].state_of(found[0], optim_state_key).clone()
 
 
+@torch.no_grad()
 def safe_set_local_optimizer_state(param: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Set this rank's shard of an optimizer state."""
     p, master = _must_be_trained(param, "safe_set_local_optimizer_state")
@@ -205,6 +211,7 @@ def safe_get_local_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
     return None if shard is None else shard.clone()
 
 
+@torch.no_grad()
 def safe_set_local_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Set this rank's shard of the averaged gradient; between backward and step."""
     p, master = _must_be_trained(param, "safe_set_local_grad")

@@ -133,21 +133,23 @@ class ShardedUnit:
             return
         self.allocated = True
         if self.aliased:
-            for p in self.params:
-                p.full = p.shard
-                p.view = p.shard.view(p.shape)
+            with torch.inference_mode(False):
+                for p in self.params:
+                    p.full = p.shard
+                    p.view = p.shard.view(p.shape)
             return
         self.ledger.add(self.numel)
         if self.storage is not None:
             self.storage.resize_(self.nbytes)
             return
         offsets, total = layout.aligned_offsets([p.padded_numel for p in self.params], self.empty.element_size())
-        base = torch.empty(total, dtype=self.dtype, device=self.device)
+        with torch.inference_mode(False):  # the views outlive a first pass in inference mode
+            base = torch.empty(total, dtype=self.dtype, device=self.device)
+            for p, start in zip(self.params, offsets, strict=True):
+                p.full = base[start : start + p.padded_numel]
+                p.view = p.full[: p.numel].view(p.shape)
         self.storage = base.untyped_storage()
         self.nbytes = self.storage.nbytes()
-        for p, start in zip(self.params, offsets, strict=True):
-            p.full = base[start : start + p.padded_numel]
-            p.view = p.full[: p.numel].view(p.shape)
         self.fulls = [p.full for p in self.params if p.numel and p.full is not None]
 
     def free(self) -> None:
@@ -219,11 +221,12 @@ class ShardedUnit:
         channel = self.params[0].groups.secondary
         assert channel is not None
         sizes = [p.padded_numel // channel.size for p in self.params]
-        flat = torch.zeros(sum(sizes), dtype=self.dtype, device=self.device)
-        for p, size, secondary in zip(self.params, sizes, flat.split(sizes), strict=True):
-            assert p.full is not None
-            p.secondary = secondary
-            p.secondary_source = p.full[channel.rank * size : (channel.rank + 1) * size]
+        with torch.inference_mode(False):
+            flat = torch.zeros(sum(sizes), dtype=self.dtype, device=self.device)
+            for p, size, secondary in zip(self.params, sizes, flat.split(sizes), strict=True):
+                assert p.full is not None
+                p.secondary = secondary
+                p.secondary_source = p.full[channel.rank * size : (channel.rank + 1) * size]
         used = [p for p in self.params if p.numel]
         self.secondaries = [p.secondary for p in used if p.secondary is not None]
         self.secondary_sources = [p.secondary_source for p in used if p.secondary_source is not None]
