@@ -23,6 +23,7 @@ __all__ = [
     "DeepSpeedConfigError",
     "DeepSpeedError",
     "LauncherError",
+    "NonFiniteGradients",
     "NotSupportedError",
     "UnsupportedConfigError",
     "UsageError",
@@ -83,6 +84,10 @@ class CollectiveMismatch(DeepSpeedError, RuntimeError):
 
 class CollectiveTimeout(DeepSpeedError, RuntimeError):
     """A collective did not complete in time."""
+
+
+class NonFiniteGradients(DeepSpeedError, RuntimeError):
+    """As many steps in a row were skipped for NaN or Inf gradients as the configuration allows."""
 
 
 class LauncherError(DeepSpeedError, RuntimeError):

@@ -228,6 +228,7 @@ class DeepSpeedConfig:
         scalar: sections.ScalarConfig = parse_section(sections.ScalarConfig, scalars, "")
         self.steps_per_print: int | float | None = scalar.steps_per_print
         self.gradient_clipping: float = scalar.gradient_clipping
+        self.max_skipped_steps: int = scalar.max_skipped_steps
         self.communication_data_type: torch.dtype | None = scalar.communication_data_type
         self.seq_parallel_communication_data_type: torch.dtype | None = scalar.seq_parallel_communication_data_type
         self.prescale_gradients: bool = scalar.prescale_gradients

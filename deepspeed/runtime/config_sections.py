@@ -38,6 +38,9 @@ class ScalarConfig(ConfigSection):
         None, by="engine (reporting)", doc="optimizer steps between progress lines; null and infinity print none"
     )
     gradient_clipping: NonNegativeFloat = acted(1.0, by="zero core (master)", doc="largest global L2 norm; 0: no limit")
+    max_skipped_steps: NonNegativeInt = acted(
+        0, by="engine (step)", doc="skipped steps in a row (non-finite gradients) that raise; 0: no limit"
+    )
     communication_data_type: Dtype = acted(None, by="zero core (grads)", doc="dtype of the gradient reduce-scatter")
     prescale_gradients: bool = acted(False, by="refused if true", doc="scale before the reduction")
     gradient_predivide_factor: Float = acted(1.0, by="refused unless 1", doc="scale before the reduction")

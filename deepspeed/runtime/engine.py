@@ -202,6 +202,7 @@ class DeepSpeedEngine(CheckpointMixin, ConfigGetters, nn.Module):
     def _optimizer_step(self, lr_kwargs: dict[str, Any]) -> None:
         self.optimizer.resolve()
         self._stepped_scheduler = None
+        self.optimizer.steps = self.counter.global_steps
         self.optimizer.step()
         scheduler = self.lr_scheduler
         if scheduler is None:
@@ -285,6 +286,7 @@ class DeepSpeedEngine(CheckpointMixin, ConfigGetters, nn.Module):
     @global_steps.setter
     def global_steps(self, value: int) -> None:
         self.counter.global_steps = value
+        self.optimizer_model.plan.groups.traffic.place.step = value
 
     @property
     def global_samples(self) -> int:

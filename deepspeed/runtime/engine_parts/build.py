@@ -77,6 +77,7 @@ def build_optimizer_and_shards(
         config.param_dtype,
         config.gradient_clipping,
         config.bf16.check_grad_overflow if config.bf16.enabled else True,
+        config.max_skipped_steps,
     )
 
 

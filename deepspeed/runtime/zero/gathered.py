@@ -133,7 +133,10 @@ class GatheredParameters:
                 data = data.contiguous()
                 p.param.data = data
             if p.numel:
-                wire.broadcast(data, p.groups.primary, self.modifier_rank)
+                try:
+                    wire.broadcast(data, p.groups.primary, self.modifier_rank)
+                except RuntimeError as error:
+                    raise p.groups.lost(f"broadcasting what was written to {p.name}", error) from error
 
     def _edited(self) -> list[ShardedParam]:
         """Parameters whose full weights no longer are what was gathered."""

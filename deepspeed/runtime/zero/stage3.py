@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepspeed.errors import UsageError
+from deepspeed.errors import CollectiveMismatch, NonFiniteGradients, UsageError
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.utils.logging import logger
 
@@ -32,7 +32,8 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
 
     Args:
         clip: largest global gradient norm, 0 for none.
-        skip_non_finite: whether a non-finite gradient skips the step.
+        skip_non_finite: whether a non-finite gradient skips the step; ``max_skipped_steps``: steps in a row after which
+            that is an error, 0 for never.
     """
 
     def __init__(
@@ -45,12 +46,13 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
         dtype: torch.dtype,
         clip: float,
         skip_non_finite: bool,
+        max_skipped_steps: int = 0,
     ) -> None:
         self.sharded, self.master, self.grads, self.grad_shards = model, master, grads, shards
         self.loss_scaler = loss_scaler
         self.dtype = dtype
         self.clip_grad = clip
-        self.skip_non_finite = skip_non_finite
+        self.skip_non_finite, self.max_skipped_steps = skip_non_finite, max_skipped_steps
         self.parameter_offload = DeepSpeedZeRoOffload(model)
         self.steps = 0
         self.verdict: Verdict | None = None
@@ -147,7 +149,9 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
 
         Raises:
             UsageError: there are no gradients, or states are offloaded.
-            CollectiveMismatch: ranks issued different collectives.
+            CollectiveMismatch: ranks issued different collectives; nothing was applied.
+            CollectiveTimeout: a rank died or stalled.
+            NonFiniteGradients: see ``resolve``.
         """
         if closure is not None:
             raise UsageError("step(closure): the loss is not evaluated again inside a step; call step() without it")
@@ -162,8 +166,10 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
                 "step() without gradients: call engine.backward(loss) (or loss.backward()) on the engine's output first"
             )
         self.steps += 1
+        shards = [(p.name, shard) for p, shard in self.grad_shards.slices.items() if shard.numel()]
         self.verdict = vote(
-            self.grad_shards.flats,
+            [shard for _, shard in shards],
+            [name for name, _ in shards],
             self.sharded.plan.groups,
             self.sharded.plan.device,
             self.loss_scaler.loss_scale,
@@ -172,47 +178,72 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
             self.steps,
         )
         self._pending = True
-        if self.dtype is torch.float16 or self.sharded.plan.device.type == "cpu":
-            self.resolve()
-        if self._pending or not self._skipped:
-            self.master.step(self.verdict)
-            self.sharded.fetcher.weights_changed()
-        self.grads.agree_on_order()
-        self.grads.end_window()
+        try:
+            on_device = self.master.device_scaled and self.sharded.plan.device.type != "cpu"
+            if self.dtype is torch.float16 or not on_device:
+                self.resolve()
+            if self._pending or not self._skipped:
+                self.master.step(self.verdict)
+                self.sharded.fetcher.weights_changed()
+            self.grads.agree_on_order()
+        finally:
+            self.grads.end_window()
 
     def resolve(self) -> bool:
-        """Learn whether the last step was applied; returns that. Waits for the device only if it has to."""
+        """Learn whether the last step was applied; returns that. Waits for the device only if it has to.
+
+        Raises:
+            CollectiveMismatch: ranks issued different collectives; nothing was applied.
+            NonFiniteGradients: as many steps in a row were skipped as ``max_skipped_steps`` allows.
+        """
         if not self._pending or self.verdict is None:
             return not self._skipped
         self._pending = False
-        self._skipped = not self.verdict.check()
-        self.loss_scaler.update_scale(self._skipped)
-        self._skips_in_a_row = self._skips_in_a_row + 1 if self._skipped else 0
-        if self._skipped:
+        self._skipped = True
+        try:
+            self._skipped = not self.verdict.check()
+        except CollectiveMismatch:
+            self._distrust()
+            raise
+        if not self._skipped:
+            self._skips_in_a_row = 0
+            self.loss_scaler.update_scale(False)
+            return True
+        self._skips_in_a_row += 1
+        self.on_skip()
+        try:
+            self.loss_scaler.update_scale(True)
+        finally:
             self._report_skip(self.verdict)
-            self.on_skip()
-        return not self._skipped
+        if self.max_skipped_steps and self._skips_in_a_row >= self.max_skipped_steps:
+            raise NonFiniteGradients(
+                f"max_skipped_steps: {self._skips_in_a_row} steps in a row were skipped, the last of them because of "
+                f"{self._culprit(self.verdict)}. The weights are those of before; lower the learning rate, look at the "
+                "data of these steps, or raise the limit"
+            )
+        return False
+
+    def _distrust(self) -> None:
+        """Ranks gathered different units: nothing that was gathered or reduced may be used again."""
+        self.sharded.fetcher.release_all(persistent=True)
+        self.sharded.drop_secondaries()
+        self.grad_shards.free()
+
+    def _culprit(self, verdict: Verdict) -> str:
+        found = verdict.non_finite()
+        if not found:
+            return "a gradient norm beyond what float64 holds"
+        first = found[0]
+        ranks = f"ranks {[entry.rank for entry in found]}" if len(found) > 1 else "this rank only"
+        return f"{first.kind} in the gradient of {first.param}, in the shard of rank {first.rank} (non-finite on {ranks})"
 
     def _report_skip(self, verdict: Verdict) -> None:
+        """Say it at once, and again after 10, 100, 1000, … skipped steps in a row; every rank knows, rank 0 speaks."""
         count = self._skips_in_a_row
-        ranks = verdict.non_finite_ranks()
-        for sub in self.master.sub_groups if self.grad_shards.allocated else []:
-            for p in sub.params:
-                shard = self.grad_shards.slices[p]
-                if not bool(torch.isfinite(shard).all()):
-                    kind = "NaN" if bool(torch.isnan(shard).any()) else "Inf"
-                    rank = self.sharded.plan.groups.primary.rank
-                    logger.warning(f"step {verdict.step}: {kind} in the gradient of {p.name} (shard of rank {rank})")
-                    break
-            else:
-                continue
-            break
-        if count in (1, 10) or count % 100 == 0:
-            scale = f"; loss scale is now {self.loss_scaler.loss_scale:g}" if self.dtype is torch.float16 else ""
-            logger.warning(
-                f"step {verdict.step} skipped: gradients are not finite in the shards of ranks {ranks}; "
-                f"{count} skipped in a row{scale}"
-            )
+        if self.sharded.plan.groups.primary.rank == 0 and 10 ** (len(str(count)) - 1) == count:
+            scale = f"; the loss scale is now {self.loss_scaler.loss_scale:g}" if self.dtype is torch.float16 else ""
+            row = f"; {count} in a row" if count > 1 else ""
+            logger.warning(f"step {verdict.step} skipped: {self._culprit(verdict)}{row}{scale}")
 
     @property
     def norm(self) -> torch.Tensor | None:

@@ -44,7 +44,10 @@ def shard_parameter(
         piece = flat[low:high].to(device=device, dtype=dtype)
         if broadcast:
             piece = piece.contiguous()
-            wire.broadcast(piece, groups.primary)
+            try:
+                wire.broadcast(piece, groups.primary)
+            except RuntimeError as error:
+                raise groups.lost(f"sharding a parameter of shape {tuple(shape)}", error) from error
         first, last = max(low, start), min(high, end)
         if first < last:
             shard[first - start : last - start].copy_(piece[first - low : last - low])

@@ -95,8 +95,13 @@ def _issue(
     else:
         traffic.gathers_across += 1
         traffic.gather_bytes_across += received
-    traffic.mix(unit.index)
-    unit.handle = wire.gather(outs, ins, groups.primary)
+    if groups.checks is not None:
+        groups.checks.before_gather(unit, stale, inside=False)
+    traffic.place.mix(unit.index)
+    try:
+        unit.handle = wire.gather(outs, ins, groups.primary)
+    except RuntimeError as error:
+        raise _failed(unit, error) from error
     unit.ledger.inflight += unit.numel
 
 
@@ -114,16 +119,24 @@ def _issue_hpz(
         ins = [p.secondary for p in inside if p.secondary is not None]
     traffic.gathers_inside += 1
     traffic.gather_bytes_inside += sum([t.nbytes for t in outs]) - sum([t.nbytes for t in ins])
-    traffic.mix(unit.index)
-    handle = wire.gather(outs, ins, secondary)
+    if groups.checks is not None:
+        groups.checks.before_gather(unit, stale, inside=True)
+    traffic.place.mix(unit.index)
+    try:
+        handle = wire.gather(outs, ins, secondary)
+    except RuntimeError as error:
+        raise _failed(unit, error) from error
     unit.incoming = across
     if across:
         outs = [p.full for p in across if p.full is not None]
         ins = [p.shard.to(unit.device, non_blocking=True) for p in across]
         traffic.gathers_across += 1
         traffic.gather_bytes_across += sum([t.nbytes for t in outs]) - sum([t.nbytes for t in ins])
-        traffic.mix(unit.index)
-        handle = _Both(handle, wire.gather(outs, ins, groups.primary))
+        traffic.place.mix(unit.index)
+        try:
+            handle = _Both(handle, wire.gather(outs, ins, groups.primary))
+        except RuntimeError as error:
+            raise _failed(unit, error) from error
     unit.handle = handle
     unit.ledger.inflight += unit.numel
 
@@ -132,26 +145,37 @@ def finish_gather(unit: ShardedUnit) -> None:
     """Wait for the gather in flight, if any, and refresh the hpZ secondaries of what came across groups."""
     handle = unit.handle
     if handle is not None:
+        unit.handle = None
+        unit.ledger.inflight -= unit.numel
         try:
             handle.wait()
         except RuntimeError as error:
-            names = ", ".join(p.name for p in unit.params[:4])
-            raise CollectiveTimeout(
-                f"rank {unit.params[0].groups.primary.rank}: gathering {unit.name} ({names}"
-                f"{', …' if len(unit.params) > 4 else ''}) failed or timed out; a rank may have died, stalled or taken "
-                f"another path. DEEPSPEED_TIMEOUT (minutes) bounds the wait. Cause: {error}"
-            ) from error
-        unit.handle = None
-        unit.ledger.inflight -= unit.numel
+            raise _failed(unit, error) from error
     if unit.incoming:
         incoming, unit.incoming = unit.incoming, []
         unit.refresh_secondaries(incoming)
+    if handle is not None:
+        checks = unit.params[0].groups.checks
+        if checks is not None:
+            checks.after_gather(unit)
+
+
+def _failed(unit: ShardedUnit, error: BaseException) -> BaseException:
+    """The error for a gather of ``unit`` that failed: its memory holds nothing, and no copy may be made of it."""
+    unit.fresh = False
+    unit.incoming = []
+    for p in unit.params:
+        p.full_version = -1
+    return unit.params[0].groups.lost(f"gathering {unit}", error)
 
 
 def release(unit: ShardedUnit, keep: bool = False) -> None:
     """Conceal the unit and, unless ``keep`` or a context holds part of it, free its memory."""
     if unit.handle is not None:
-        finish_gather(unit)
+        try:
+            finish_gather(unit)
+        except CollectiveTimeout:
+            pass  # nobody needs the weights, and the unit knows that it holds none; the next collective will tell
     if unit.exposed:
         unit.conceal()
     if not keep and not unit.pinned:

@@ -21,7 +21,7 @@ import torch
 from deepspeed.errors import CollectiveTimeout
 
 from . import wire
-from .param import ShardedParam, ShardGroups
+from .param import ShardedParam, ShardGroups, reduction_of
 from .unit import ShardedUnit
 
 MAX_INFLIGHT = 2
@@ -197,6 +197,8 @@ class GradReducer:
             shards.allocate()
         if not self.filled:
             shards.divided_by = None
+        if self.groups.checks is not None:
+            self.groups.checks.before_reduce(unit)
         comm = self.comm_dtype or unit.dtype
         world = self.groups.primary.size
         ins: list[torch.Tensor] = []
@@ -231,8 +233,11 @@ class GradReducer:
         traffic = self.groups.traffic
         traffic.reductions += 1
         traffic.reduce_bytes += sum([g.nbytes for g in ins]) * (world - 1) // world
-        traffic.place.mix(~unit.index)
-        handle = wire.reduce_scatter(targets if staged is None else staged, ins, self.groups.primary)
+        traffic.place.mix(reduction_of(unit.index))
+        try:
+            handle = wire.reduce_scatter(targets if staged is None else staged, ins, self.groups.primary)
+        except RuntimeError as error:
+            raise self.groups.lost(f"reducing the gradients of {unit}", error) from error
         self.inflight.append(_InFlight(handle, ins, staged, targets, unit))
         self.inflight_numel += unit.numel
         if not self.max_inflight_numel:
@@ -247,11 +252,9 @@ class GradReducer:
         try:
             item.handle.wait()
         except RuntimeError as error:
-            raise CollectiveTimeout(
-                f"rank {self.groups.primary.rank}: reducing the gradients of {item.unit.name} failed or timed out; a "
-                f"rank may have died, stalled or taken another path. DEEPSPEED_TIMEOUT (minutes) bounds the wait. "
-                f"Cause: {error}"
-            ) from error
+            self.inflight.clear()
+            self.inflight_numel = 0
+            raise self.groups.lost(f"reducing the gradients of {item.unit}", error) from error
         if item.staged is None:
             self.filled.add(item.unit)
             return
@@ -287,7 +290,10 @@ class GradReducer:
     def abort(self) -> None:
         """A backward failed: what was accumulated since the last step is incomplete and is dropped."""
         self.running = False
-        self.drain()
+        try:
+            self.drain()
+        except CollectiveTimeout:
+            pass  # the error that ended the backward is on its way up, and these gradients are dropped
         self.filled.clear()
         self.drop_local()
         self.late = []
@@ -311,7 +317,10 @@ class GradReducer:
         if len(seen) != len(self.order):
             seen = [unit.index for unit in self.order]
         ranks_order = torch.tensor(seen, dtype=torch.int64, device=self.order[0].device)
-        wire.broadcast(ranks_order, self.groups.primary)
+        try:
+            wire.broadcast(ranks_order, self.groups.primary)
+        except RuntimeError as error:
+            raise self.groups.lost("agreeing on the order of reductions", error) from error
         self.order = [by_index[index] for index in ranks_order.tolist()]
 
     def end_window(self) -> None:

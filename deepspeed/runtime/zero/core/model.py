@@ -102,6 +102,7 @@ class ShardedModel:
             unit.name, unit.persistent = "persistent parameters", True
             standing.append(unit)
         self.fetcher = Fetcher(units, standing, plan.limits)
+        plan.groups.traffic.place.names = [unit.name for unit in self.units]
         scopes = []
         for place in places:
             needed = dict.fromkeys(unit_of[p] for p in [*place.owned, *place.shared] if p in unit_of)

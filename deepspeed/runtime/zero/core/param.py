@@ -10,13 +10,17 @@ cannot make it stale.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from deepspeed.errors import CollectiveTimeout
+
 from . import layout
+from .pulse import Pulse
 from .wire import Channel
 
 if TYPE_CHECKING:
@@ -40,6 +44,60 @@ class ZeroParamType(Enum):
     REMOTE = 3
 
 
+PLACE_LOG = 8192
+"""Collectives of a step that are remembered, to name the first in which ranks differ."""
+
+
+class Place:
+    """Where this rank is: the step, and the collectives issued since the last vote.
+
+    Attributes:
+        step: the last step that was voted on; ``issued``: collectives since then; ``last``: the newest of them.
+        log: the first ``PLACE_LOG`` of them: a unit's index (-1 for parameters outside the model's units) for a gather,
+            ``reduction_of(index)`` for a reduction.
+        names: unit names by index.
+        fingerprint: 48 bits of all of them, in order (exact in a double).
+    """
+
+    __slots__ = ("__weakref__", "fingerprint", "issued", "last", "log", "names", "step")
+
+    def __init__(self) -> None:
+        self.fingerprint = self.issued = self.last = self.step = 0
+        self.log: list[int] = []
+        self.names: list[str] = []
+
+    def mix(self, item: int) -> None:
+        """Note one collective."""
+        self.fingerprint = (self.fingerprint * 1000003 ^ (item + 2)) & 0xFFFFFFFFFFFF
+        self.last = item
+        self.issued += 1
+        if self.issued <= PLACE_LOG:
+            self.log.append(item)
+
+    def voted(self, step: int) -> list[int]:
+        """The vote of ``step`` was held: start the next step; returns the log of the one that ended."""
+        log, self.log = self.log, []
+        self.fingerprint = self.issued = 0
+        self.step = step
+        return log
+
+    def describe(self, item: int) -> str:
+        """A logged collective in words."""
+        index = item if item >= -1 else -2 - item
+        name = self.names[index] if 0 <= index < len(self.names) else "parameters outside the model's units"
+        return f"the gather of {name}" if item >= -1 else f"the reduction of {name}"
+
+    def __str__(self) -> str:
+        if not self.issued:
+            return f"step {self.step + 1}, before its first collective"
+        return f"step {self.step + 1}, after {self.issued} collectives, the last {self.describe(self.last)}"
+
+
+def reduction_of(index: int) -> int:
+    """How the reduction of the unit ``index`` is noted in a ``Place``."""
+    return -2 - index
+
+
 @dataclass
 class Traffic:
     """Counters of what went over the wire, inside one hpZ group and across groups. Bytes are those a rank receives."""
@@ -50,15 +108,11 @@ class Traffic:
     gather_bytes_across: int = 0
     reductions: int = 0
     reduce_bytes: int = 0
-    fingerprint: int = 0
-
-    def mix(self, item: int) -> None:
-        """Mix one collective into the fingerprint of this step (48 bits, exact in a double)."""
-        self.fingerprint = (self.fingerprint * 1000003 ^ (item + 1)) & 0xFFFFFFFFFFFF
+    place: Place = field(default_factory=Place)
 
     def as_dict(self) -> dict[str, int]:
         """The counters by name."""
-        return {name: value for name, value in vars(self).items() if name != "fingerprint"}
+        return {name: value for name, value in vars(self).items() if name != "place"}
 
     def reset(self) -> None:
         """Set every counter to zero."""
@@ -71,17 +125,40 @@ class ShardGroups:
     """The groups that parameters are sharded over: all ranks (primary) and, under hpZ, the ranks of one node.
 
     ``secondary`` is None without hpZ. Where its size equals the world's, it is the primary channel itself and secondary
-    shards are the primary shards: nothing is allocated.
+    shards are the primary shards: nothing is allocated. ``pulse`` tells where other ranks are once a wait has failed;
+    ``checks`` is None unless ``enable_sanity_checks``.
     """
 
     primary: Channel
     secondary: Channel | None = None
     traffic: Traffic = field(default_factory=Traffic)
+    pulse: Pulse | None = None
+    checks: Checks | None = None
 
     @property
     def aliased(self) -> bool:
         """Whether secondary shards are the primary shards."""
         return self.secondary is not None and self.secondary.size == self.primary.size
+
+    def lost(self, what: str, error: BaseException) -> CollectiveTimeout:
+        """The error for a collective that failed or timed out: what was waited for, and who is missing."""
+        place = self.traffic.place
+        missing = self.pulse.fail(f"{what}, {place}") if self.pulse is not None else ""
+        return CollectiveTimeout(
+            f"rank {self.primary.rank}, step {place.step + 1}: {what} failed or timed out. "
+            f"{missing or 'A rank may have died, stalled or taken another path.'} DEEPSPEED_TIMEOUT (minutes), or the "
+            f"timeout of init_distributed, bounds such waits. Cause: {error}"
+        )
+
+
+class Checks(Protocol):
+    """What ``enable_sanity_checks`` looks at; see ``sanity.py``."""
+
+    def before_gather(self, unit: ShardedUnit, params: Sequence[ShardedParam], inside: bool) -> None: ...
+
+    def after_gather(self, unit: ShardedUnit) -> None: ...
+
+    def before_reduce(self, unit: ShardedUnit) -> None: ...
 
 
 class EditSink(Protocol):

@@ -4,29 +4,53 @@
 Each rank contributes one small row of doubles; the rows of all ranks are exchanged in a single collective, and every
 rank draws the same verdict from the same rows. A step in which ranks disagree, or saw a non-finite gradient, never
 reaches the optimizer (deepspeedai/DeepSpeed#8415: a run whose every step was skipped unnoticed).
+
+What must hold: holding the vote never waits for the device. What it takes to name a culprit (which parameter is not
+finite, which collectives were issued) is kept in the verdict and looked at only where something was wrong.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, field
 
 import torch
 
 from deepspeed.errors import CollectiveMismatch
 
 from . import wire
-from .param import ShardGroups
+from .param import PLACE_LOG, ShardGroups
 
 EPSILON = 1e-6
+SQUARE, PRINT, BAD = 0, 1, 2
+"""Columns of a rank's row: squared norm, fingerprint of its collectives, its first non-finite parameter."""
+NO_BAD = float(1 << 40)
+LOG_WAIT = 2.0
+"""Seconds that a rank waits for another's log of collectives, once a mismatch was found."""
 
 
-def squared_norm(flats: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sum of squares of this rank's gradient shards: a 0-d double on ``device``, no host sync."""
-    filled = [flat for flat in flats if flat.numel()]
-    if not filled:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack([torch.linalg.vector_norm(flat, dtype=torch.float32) for flat in filled])
-    return norms.to(device=device, dtype=torch.float64).square().sum()
+def summarise(slices: list[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of squares of gradient shards, and which is the first that is not finite; no host sync.
+
+    Returns:
+        two 0-d doubles on ``device``: the sum, and twice the position in ``slices`` plus one for NaN (zero for Inf),
+        or ``NO_BAD``. A shard whose norm is beyond float32 counts as Inf.
+    """
+    if not slices:
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return zero, zero + NO_BAD
+    norms = torch.stack(torch._foreach_norm(slices, 2, dtype=torch.float32)).to(device=device, dtype=torch.float64)
+    codes = torch.arange(0, 2 * len(slices), 2, dtype=torch.float64, device=device) + norms.isnan()
+    return norms.square().sum(), torch.where(norms.isfinite(), NO_BAD, codes).min()
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """Where a gradient is not finite: ``kind`` is "NaN" or "Inf"; the shard of ``param`` that ``rank`` holds."""
+
+    rank: int
+    param: str
+    kind: str
 
 
 @dataclass
@@ -37,7 +61,8 @@ class Verdict:
         norm: global norm of the averaged, unscaled gradients before clipping (double).
         scale: what gradients are divided by: loss scale times clip factor (float32).
         skip: 1.0 where the step must not be applied, else 0.0 (float32).
-        rows: (world, 2) doubles: squared norm and fingerprint of each rank.
+        rows: (world, 3) doubles: squared norm, fingerprint and first non-finite parameter of each rank.
+        names: parameter names by position; ``log``: this rank's collectives of the step.
     """
 
     norm: torch.Tensor
@@ -45,6 +70,9 @@ class Verdict:
     skip: torch.Tensor
     rows: torch.Tensor
     step: int
+    groups: ShardGroups
+    names: list[str] = field(default_factory=list)
+    log: list[int] = field(default_factory=list)
 
     def check(self) -> bool:
         """Whether the step is applied; asks the device, so it may wait.
@@ -54,24 +82,60 @@ class Verdict:
         """
         if not float(self.skip):
             return True
-        prints = self.rows[:, 1].tolist()
+        prints = self.rows[:, PRINT].tolist()
         if len(set(prints)) > 1:
-            common = max(set(prints), key=prints.count)
-            odd = [rank for rank, value in enumerate(prints) if value != common]
-            raise CollectiveMismatch(
-                f"step {self.step}: ranks {odd} issued other collectives than the rest (another order of units, or "
-                "units that only some ranks used). The step was not applied. Make every rank run the same modules, or "
-                "mark data-dependent ones with deepspeed.utils.set_z3_leaf_modules."
-            )
+            raise CollectiveMismatch(self._mismatch(prints))
         return False
 
-    def non_finite_ranks(self) -> list[int]:
-        """Ranks whose shard of the gradient is not finite."""
-        return [rank for rank, value in enumerate(torch.isfinite(self.rows[:, 0]).tolist()) if not value]
+    def _mismatch(self, prints: list[float]) -> str:
+        common = max(prints, key=lambda value: (prints.count(value), value == prints[0]))
+        odd = [rank for rank, value in enumerate(prints) if value != common]
+        return (
+            f"step {self.step}: ranks {odd} issued other collectives than the rest (another order of modules, or modules "
+            f"that only some ranks used). {self._first_difference(prints.index(common), odd[0])} The step was not "
+            "applied. Make every rank run the same modules in the same order, or mark data-dependent ones with "
+            "deepspeed.utils.set_z3_leaf_modules."
+        )
+
+    def _first_difference(self, rank: int, odd: int) -> str:
+        """The first collective in which ``odd`` differs from ``rank``, in words; asks both by way of the store."""
+        pulse, place = self.groups.pulse, self.groups.traffic.place
+        if pulse is None:
+            return ""
+        topic = f"log{self.step}"
+        try:
+            pulse.publish(topic, json.dumps(self.log))
+            mine, other = (pulse.read(topic, r, LOG_WAIT) for r in (rank, odd))
+        except (RuntimeError, OSError):
+            return ""
+        if mine is None or other is None:
+            return ""
+        ours, theirs = json.loads(mine), json.loads(other)
+        for position, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+            if a != b:
+                return (
+                    f"Collective {position + 1} of the step was {place.describe(a)} on rank {rank} and "
+                    f"{place.describe(b)} on rank {odd}."
+                )
+        if len(ours) == len(theirs):
+            return f"The first {PLACE_LOG} collectives of the step agree." if len(ours) == PLACE_LOG else ""
+        longer, who = (ours, rank) if len(ours) > len(theirs) else (theirs, odd)
+        at = min(len(ours), len(theirs))
+        return f"Rank {who} alone issued collective {at + 1} of the step, {place.describe(longer[at])}."
+
+    def non_finite(self) -> list[NonFinite]:
+        """Of every rank with a non-finite shard, the first such parameter, in rank order."""
+        found = []
+        for rank, row in enumerate(self.rows.tolist()):
+            if row[BAD] < NO_BAD:
+                position, is_nan = divmod(int(row[BAD]), 2)
+                found.append(NonFinite(rank, self.names[position], "NaN" if is_nan else "Inf"))
+        return found
 
 
 def vote(
-    flats: list[torch.Tensor],
+    slices: list[torch.Tensor],
+    names: list[str],
     groups: ShardGroups,
     device: torch.device,
     loss_scale: float,
@@ -82,19 +146,27 @@ def vote(
     """Hold the vote of one step. Collective; no host sync.
 
     Args:
-        flats: this rank's gradient shards; ``loss_scale``: what the loss was multiplied by.
+        slices: this rank's gradient shards, non-empty ones; ``names``: their parameters, the same on every rank.
+        loss_scale: what the loss was multiplied by.
         clip: largest allowed global norm, 0 for no clipping; as ``torch.nn.utils.clip_grad_norm_``.
         skip_non_finite: whether a non-finite gradient skips the step.
+
+    Raises:
+        CollectiveTimeout: the exchange failed or timed out.
     """
-    local = squared_norm(flats, device)
-    fingerprint = torch.tensor(float(groups.traffic.fingerprint), dtype=torch.float64).to(device, non_blocking=True)
-    groups.traffic.fingerprint = 0
-    rows = wire.exchange(torch.stack([local, fingerprint]), groups.primary)
-    norm = rows[:, 0].sum().sqrt() / loss_scale
-    disagree = rows[:, 1].max() != rows[:, 1].min()
+    square, bad = summarise(slices, device)
+    place = groups.traffic.place
+    fingerprint = torch.full((), float(place.fingerprint), dtype=torch.float64, device=device)
+    try:
+        rows = wire.exchange(torch.stack([square, fingerprint, bad]), groups.primary)
+    except RuntimeError as error:
+        raise groups.lost("the vote before the optimizer step", error) from error
+    log = place.voted(step)
+    norm = rows[:, SQUARE].sum().sqrt() / loss_scale
+    disagree = rows[:, PRINT].max() != rows[:, PRINT].min()
     skip = (disagree | ~torch.isfinite(norm)) if skip_non_finite else disagree
     scale = torch.full((), loss_scale, dtype=torch.float32, device=device)
     if clip > 0:
         factor = ((norm + EPSILON) / clip).clamp(min=1.0)
         scale = scale * torch.nan_to_num(factor, nan=1.0, posinf=1.0).to(torch.float32)
-    return Verdict(norm, scale, skip.to(torch.float32), rows, step)
+    return Verdict(norm, scale, skip.to(torch.float32), rows, step, groups, names, log)

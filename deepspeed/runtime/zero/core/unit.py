@@ -125,6 +125,10 @@ class ShardedUnit:
         for p in params:
             p.unit = self
 
+    def __str__(self) -> str:
+        names = ", ".join(p.name for p in self.params[:4])
+        return f"{self.name} ({names}{', …' if len(self.params) > 4 else ''})"
+
     # -- memory ------------------------------------------------------------------------------------------------
 
     def allocate(self) -> None:
