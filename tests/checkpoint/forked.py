@@ -58,6 +58,15 @@ def run_forked(
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60) -> list[Any]:
+    """`run_forked` for what must succeed: the values by rank, or `AssertionError` with the first rank's traceback."""
+    outcomes = run_forked(fn, world, *args, timeout=timeout)
+    for rank, outcome in enumerate(outcomes):
+        if outcome.error is not None or outcome.killed_by is not None:
+            raise AssertionError(f"rank {rank}: signal {outcome.killed_by}, {outcome.error}: {outcome.text}")
+    return [outcome.value for outcome in outcomes]
+
+
 def _child(fn: Callable[..., Any], args: Any, world: int, rank: int, folder: Path, env: dict[str, str]) -> None:
     try:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo", **env)

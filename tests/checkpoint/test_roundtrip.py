@@ -13,7 +13,7 @@ from deepspeed.checkpoint.reshard import pieces
 from deepspeed.checkpoint.state import shard_numel
 from deepspeed.errors import CheckpointMismatch
 from tests.checkpoint import fake
-from tests.harness.pool import run_ranks
+from tests.checkpoint.forked import ranks
 
 
 @pytest.mark.parametrize("numel", [0, 1, 2, 3, 5, 13, 33])
@@ -54,31 +54,31 @@ def load(folder: str, version: int, options: dict[str, Any], arguments: dict[str
 
 
 def test_same_world_is_bit_exact_with_padding(tmp_path: Path) -> None:
-    saved = run_ranks(save, 2, str(tmp_path), 3, {}, {"client_state": {"epoch": 4, "seen": [1, 2]}})
-    loaded = run_ranks(load, 2, str(tmp_path), 3, {}, {})
+    saved = ranks(save, 2, str(tmp_path), 3, {}, {"client_state": {"epoch": 4, "seen": [1, 2]}})
+    loaded = ranks(load, 2, str(tmp_path), 3, {}, {})
     assert [entry[0] for entry in loaded] == saved
     for _, client, counters, _ in loaded:
         assert client["epoch"] == 4 and client["seen"] == [1, 2]
-        assert counters == (3, 12, 1, 3)
+        assert counters == [3, 12, 1, 3]
     assert (tmp_path / "latest").read_bytes() == b"global_step3"
 
 
 @pytest.mark.parametrize(("source", "target"), [(4, 2), (4, 3), (4, 1), (1, 3), (2, 4), (3, 2)])
 def test_any_world_size(tmp_path: Path, source: int, target: int) -> None:
     """C8 and report 17: weights, frozen weights, moments and step at another world size, exactly."""
-    run_ranks(save, source, str(tmp_path), 5, {}, {})
-    run_ranks(load, target, str(tmp_path), 5, {}, {})
+    ranks(save, source, str(tmp_path), 5, {}, {})
+    ranks(load, target, str(tmp_path), 5, {}, {})
 
 
 @pytest.mark.parametrize("sub_group", [1, 25, 10**9])
 def test_other_sub_groups(tmp_path: Path, sub_group: int) -> None:
-    run_ranks(save, 2, str(tmp_path), 5, {"sub_group": 60}, {})
-    run_ranks(load, 2, str(tmp_path), 5, {"sub_group": sub_group}, {})
+    ranks(save, 2, str(tmp_path), 5, {"sub_group": 60}, {})
+    ranks(load, 2, str(tmp_path), 5, {"sub_group": sub_group}, {})
 
 
 def test_bf16_names_and_frozen_dtype(tmp_path: Path) -> None:
     options = {"param_dtype": torch.bfloat16}
-    run_ranks(save, 2, str(tmp_path), 2, options, {})
+    ranks(save, 2, str(tmp_path), 2, options, {})
     names = sorted(path.name for path in (tmp_path / "global_step2").iterdir())
     assert names == [
         "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
@@ -87,35 +87,35 @@ def test_bf16_names_and_frozen_dtype(tmp_path: Path) -> None:
         "zero_pp_rank_0_mp_rank_00_model_states.pt",
         "zero_pp_rank_1_mp_rank_00_model_states.pt",
     ]
-    run_ranks(load, 3, str(tmp_path), 2, options, {})
+    ranks(load, 3, str(tmp_path), 2, options, {})
 
 
 def test_module_only_restores_weights_and_nothing_else(tmp_path: Path) -> None:
     """V3: the weights are really restored; counters, scheduler and optimizer stay."""
-    run_ranks(save, 2, str(tmp_path), 3, {}, {"client_state": {"epoch": 1}})
-    for _, client, counters, step in run_ranks(load, 2, str(tmp_path), 3, {}, {"load_module_only": True}):
-        assert counters == (9, 36, 4, 9)
-        assert float(step) == 9
+    ranks(save, 2, str(tmp_path), 3, {}, {"client_state": {"epoch": 1}})
+    for _, client, counters, step in ranks(load, 2, str(tmp_path), 3, {}, {"load_module_only": True}):
+        assert counters == [9, 36, 4, 9]
+        assert step == 9
         assert "module" not in client and client["epoch"] == 1 and client["global_steps"] == 3
 
 
 def test_without_optimizer_states(tmp_path: Path) -> None:
-    run_ranks(save, 2, str(tmp_path), 3, {}, {})
-    for _, client, counters, step in run_ranks(load, 3, str(tmp_path), 3, {}, {"load_optimizer_states": False}):
-        assert counters == (3, 12, 1, 3) and float(step) == 9
+    ranks(save, 2, str(tmp_path), 3, {}, {})
+    for _, client, counters, step in ranks(load, 3, str(tmp_path), 3, {}, {"load_optimizer_states": False}):
+        assert counters == [3, 12, 1, 3] and step == 9
         assert {"optimizer", "buffer_names", "param_shapes", "ds_config", "ds_version", "global_samples"} <= set(client)
         assert not {"module", "lr_scheduler", "global_steps", "dp_world_size"} & set(client)
 
 
 def test_without_scheduler_states(tmp_path: Path) -> None:
-    run_ranks(save, 2, str(tmp_path), 3, {}, {})
-    for _, client, counters, _ in run_ranks(load, 2, str(tmp_path), 3, {}, {"load_lr_scheduler_states": False}):
-        assert counters == (3, 12, 1, 9) and client["lr_scheduler"] == {"last_batch_iteration": 3}
+    ranks(save, 2, str(tmp_path), 3, {}, {})
+    for _, client, counters, _ in ranks(load, 2, str(tmp_path), 3, {}, {"load_lr_scheduler_states": False}):
+        assert counters == [3, 12, 1, 9] and client["lr_scheduler"] == {"last_batch_iteration": 3}
 
 
 def test_fp16_scaler_travels(tmp_path: Path) -> None:
-    run_ranks(save, 2, str(tmp_path), 3, {"dynamic": True}, {})
-    run_ranks(_scaler, 2, str(tmp_path))
+    ranks(save, 2, str(tmp_path), 3, {"dynamic": True}, {})
+    ranks(_scaler, 2, str(tmp_path))
 
 
 def _scaler(folder: str) -> None:
@@ -128,9 +128,9 @@ def _scaler(folder: str) -> None:
 def test_engine_without_optimizer(tmp_path: Path) -> None:
     """V11, report 35: loads a training checkpoint, saves one itself, and that loads again."""
     training, serving = tmp_path / "training", tmp_path / "serving"
-    run_ranks(save, 2, str(training), 3, {"frozen": False}, {})
-    run_ranks(_serve, 2, str(training), str(serving))
-    run_ranks(_serve, 3, str(serving), str(tmp_path / "again"))
+    ranks(save, 2, str(training), 3, {"frozen": False}, {})
+    ranks(_serve, 2, str(training), str(serving))
+    ranks(_serve, 3, str(serving), str(tmp_path / "again"))
 
 
 def _serve(folder: str, target: str) -> None:
@@ -147,12 +147,12 @@ def _serve(folder: str, target: str) -> None:
 
 def test_exclude_frozen_parameters(tmp_path: Path) -> None:
     """Report 25: frozen weights are absent; strict says so, non-strict keeps the engine's."""
-    run_ranks(save, 2, str(tmp_path), 3, {}, {"exclude_frozen_parameters": True})
+    ranks(save, 2, str(tmp_path), 3, {}, {"exclude_frozen_parameters": True})
     content = torch.load(tmp_path / "global_step3" / "zero_pp_rank_0_mp_rank_00_model_states.pt", weights_only=True)
     assert content["frozen_param_shapes"] is None and content["frozen_param_fragments"] is None
     assert "norm.weight" not in content["module"] and "up.weight" in content["module"]
-    run_ranks(_partial, 2, str(tmp_path))
-    run_ranks(_partial, 3, str(tmp_path))
+    ranks(_partial, 2, str(tmp_path))
+    ranks(_partial, 3, str(tmp_path))
 
 
 def _partial(folder: str) -> None:
@@ -169,7 +169,7 @@ def _partial(folder: str) -> None:
 
 
 def test_nothing_to_load(tmp_path: Path) -> None:
-    run_ranks(_nothing, 2, str(tmp_path / "absent"))
+    ranks(_nothing, 2, str(tmp_path / "absent"))
 
 
 def _nothing(folder: str) -> None:
@@ -179,8 +179,8 @@ def _nothing(folder: str) -> None:
 
 
 def test_other_shapes_and_names_are_refused(tmp_path: Path) -> None:
-    run_ranks(save, 2, str(tmp_path), 3, {}, {})
-    run_ranks(_foreign, 2, str(tmp_path))
+    ranks(save, 2, str(tmp_path), 3, {}, {})
+    ranks(_foreign, 2, str(tmp_path))
 
 
 def _foreign(folder: str) -> None:
@@ -194,7 +194,7 @@ def _foreign(folder: str) -> None:
 
 def test_save_load_save_load(tmp_path: Path) -> None:
     """Report 23: loads a/b/a/b on one engine, each exact; C10 without the hpZ part."""
-    run_ranks(_alternate, 2, str(tmp_path))
+    ranks(_alternate, 2, str(tmp_path))
 
 
 def _alternate(folder: str) -> None:
