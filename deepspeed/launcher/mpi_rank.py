@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Between an MPI or Slurm launcher and a rank: `python -m deepspeed.launcher.mpi_rank COMMAND…`.
 
-What must hold: the rank sees the same variables as under the other backends, and takes this process's place (same pid),
-so that the backend's signals and the exit code pass through.
+What must hold: the rank sees the same variables as under the other backends; a signal and the exit code pass through;
+a rank that fails ends the job, although it never spoke to MPI.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
 
 from deepspeed.errors import LauncherError
-from deepspeed.launcher.constants import cpu_environment
+from deepspeed.launcher.constants import cpu_environment, grace_period, setup_logging
 from deepspeed.launcher.slots import cpu_only
+from deepspeed.launcher.spawn import Child, spawn
+from deepspeed.launcher.supervise import Inbox, supervise
 
 __all__ = ["main", "rank_variables"]
 
@@ -51,15 +54,35 @@ def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Become the rank's command."""
+    """Run the rank's command, and exit with its code."""
     argv = list(sys.argv[1:] if args is None else args)
-    env = {**os.environ, **rank_variables(os.environ)}
-    if cpu_only(env):
-        env.update(cpu_environment(env, int(env.get("LOCAL_SIZE", "1"))))
+    setup_logging("info", quiet=False)
     try:
-        os.execvpe(argv[0], argv, env)
-    except OSError as err:
-        sys.exit(f"deepspeed: rank {env['RANK']}: cannot start {argv[0]!r}: {err.strerror}")
+        env = {**os.environ, **rank_variables(os.environ)}
+        if cpu_only(env):
+            env.update(cpu_environment(env, int(env.get("LOCAL_SIZE", "1"))))
+        with Inbox() as inbox:
+            child = spawn(Child, f"rank {env['RANK']}", argv, env, pass_fds=_pmi_descriptors(env))
+            code = supervise([child], inbox, grace_period(env))
+    except LauncherError as err:
+        print(f"deepspeed: error: {err}", file=sys.stderr)
+        code = 2
+    if code:
+        _abort(code)
+    sys.exit(code)
+
+
+def _pmi_descriptors(environ: Mapping[str, str]) -> list[int]:
+    """The connection to Hydra, which a rank that uses MPI itself needs."""
+    text = environ.get("PMI_FD", "")
+    return [int(text)] if text.isdecimal() else []
+
+
+def _abort(code: int) -> None:
+    """Tell Hydra that the job has failed: it ignores the exit code of a process that did not initialise MPI."""
+    for descriptor in _pmi_descriptors(os.environ):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, b"cmd=abort exitcode=%d\n" % code)
 
 
 if __name__ == "__main__":

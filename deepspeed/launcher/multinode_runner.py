@@ -6,8 +6,8 @@ closes; a signal reaches it as a line of text (ssh) or as that closing (pdsh). U
 each rank itself, through `deepspeed.launcher.mpi_rank`.
 
 What must hold: whatever ends the runner or any host's part, every other host hears of it; user text reaches another
-host only quoted (`command.remote_command`) or as separate arguments; values of variables stand in the environment, not on
-a command line, wherever the backend allows that.
+host only quoted (`command.remote_command`) or as separate arguments; wherever the backend allows it, values of
+variables stand in the environment, not on a command line.
 """
 
 from __future__ import annotations
@@ -79,8 +79,6 @@ class Backend(ABC):
     name: str
     program: str
     """What must be on PATH."""
-    starts_ranks = False
-    """Whether the backend starts ranks itself, so that slots cannot be chosen."""
     needs_ssh = True
 
     def available(self) -> bool:
@@ -98,29 +96,6 @@ class Backend(ABC):
                 f"--launcher {self.name}: there is no {self.program!r} on PATH: install it, or use another of "
                 f"{', '.join(BACKENDS)}"
             )
-        if not self.starts_ranks:
-            return
-        for flag in ("include", "exclude"):
-            if getattr(options, flag):
-                raise LauncherError(
-                    f"--launcher {self.name} cannot choose slots: leave --{flag} out, edit the hostfile"
-                )
-        for flag in ("num_nodes", "num_gpus"):
-            if getattr(options, flag) != -1:
-                raise LauncherError(f"--launcher {self.name} uses every slot: leave --{flag} out, edit the hostfile")
-        unsupported = {
-            "--elastic_training": options.elastic_training,
-            "--bind_cores_to_rank": options.bind_cores_to_rank,
-            "--enable_each_rank_log": options.enable_each_rank_log != "None",
-            "--save_pid": options.save_pid,
-            "--venv_script": options.venv_script is not None,
-        }
-        for flag, given in unsupported.items():
-            if given:
-                raise LauncherError(
-                    f"--launcher {self.name} starts the ranks itself and does not know {flag}: use the backend's own "
-                    "option through --launcher_args, or --launcher pdsh or ssh"
-                )
 
     @abstractmethod
     def start(self, job: Job, inbox: Inbox) -> list[Child]:
@@ -249,8 +224,38 @@ class MpiChild(Child):
 class RankBackend(Backend):
     """Base of the backends that start the ranks themselves."""
 
-    starts_ranks = True
+    needs_equal_slots = False
     program = "mpirun"
+
+    def check(self, options: argparse.Namespace, job: Job) -> None:
+        super().check(options, job)
+        sizes = {len(slots) for slots in job.spec.world.values()}
+        if self.needs_equal_slots and len(sizes) > 1:
+            raise LauncherError(
+                f"--launcher {self.name} needs the same number of slots on every host, the hostfile has "
+                f"{sorted(sizes)}: correct it, or use --launcher pdsh or ssh"
+            )
+        for flag, given in self._not_for_ranks(options).items():
+            if given:
+                raise LauncherError(
+                    f"--launcher {self.name} starts the ranks itself and does not know {flag}: leave it out (the "
+                    "hostfile chooses the slots, --launcher_args passes the backend's own options), or use --launcher "
+                    "pdsh or ssh"
+                )
+
+    @staticmethod
+    def _not_for_ranks(options: argparse.Namespace) -> dict[str, bool]:
+        return {
+            "--include": bool(options.include),
+            "--exclude": bool(options.exclude),
+            "--num_nodes": options.num_nodes != -1,
+            "--num_gpus": options.num_gpus != -1,
+            "--elastic_training": options.elastic_training,
+            "--bind_cores_to_rank": options.bind_cores_to_rank,
+            "--enable_each_rank_log": options.enable_each_rank_log != "None",
+            "--save_pid": options.save_pid,
+            "--venv_script": options.venv_script is not None,
+        }
 
     def environment(self, job: Job) -> dict[str, str]:
         """Further variables of the backend's own process."""
@@ -300,16 +305,16 @@ class IntelMpi(Mpich):
     """Intel MPI: Hydra with one block of arguments a rank."""
 
     name = "impi"
+    needs_equal_slots = True
 
     def command(self, job: Job, names: Sequence[str]) -> list[str]:
-        argv = ["mpirun", *job.launcher_args, "-genvlist", ",".join(names)]
-        rank = 0
-        for host, slots in job.spec.world.items():
-            for local in range(len(slots)):
-                argv += [":"] if rank else []
-                argv += ["-n", "1", "-host", host, "-wdir", job.cwd, "-env", "RANK", str(rank)]
-                argv += ["-env", "LOCAL_RANK", str(local), *job.rank_command()]
-                rank += 1
+        per_host = job.spec.world_size // len(job.hosts)
+        argv = ["mpirun", "-ppn", str(per_host), "-hosts", ",".join(job.hosts), "-wdir", job.cwd, *job.launcher_args]
+        argv += ["-genvlist", ",".join(names)]
+        for rank in range(job.spec.world_size):
+            argv += [":"] if rank else []
+            argv += ["-n", "1", "-env", "RANK", str(rank), "-env", "LOCAL_RANK", str(rank % per_host)]
+            argv += job.rank_command()
         return argv
 
 
@@ -325,15 +330,7 @@ class Slurm(RankBackend):
     name = "slurm"
     program = "srun"
     needs_ssh = False
-
-    def check(self, options: argparse.Namespace, job: Job) -> None:
-        super().check(options, job)
-        sizes = {len(slots) for slots in job.spec.world.values()}
-        if len(sizes) > 1:
-            raise LauncherError(
-                f"--launcher slurm needs the same number of slots on every host, the hostfile has {sorted(sizes)}: "
-                "correct it, or use --launcher pdsh or ssh"
-            )
+    needs_equal_slots = True
 
     def command(self, job: Job, names: Sequence[str]) -> list[str]:
         hosts = job.hosts

@@ -82,6 +82,7 @@ def spawn(
     stdout: int | IO[bytes] | None = None,
     stderr: int | IO[bytes] | None = None,
     cpus: Sequence[int] | None = None,
+    pass_fds: Sequence[int] = (),
 ) -> ChildType:
     """Start `argv` in a session of its own.
 
@@ -89,6 +90,7 @@ def spawn(
         kind: class of the result, `Child` or one of its subclasses.
         name: what messages call it, such as `rank 3`.
         death_signal: what the kernel sends it when this process dies.
+        pass_fds: descriptors that it inherits beside the standard three.
         cpus: cores that it may run on; all of ours by default.
 
     Raises:
@@ -118,6 +120,7 @@ def spawn(
             stderr=stderr,
             start_new_session=True,
             preexec_fn=prepare,
+            pass_fds=tuple(pass_fds),
         )
     except (OSError, ValueError, subprocess.SubprocessError) as err:
         raise LauncherError(f"{name}: cannot start {argv[0]!r}: {err}") from err

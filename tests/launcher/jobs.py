@@ -18,7 +18,7 @@ WORKER = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
 rank = os.environ.get("RANK", "x")
-out = Path(os.environ["JOB_OUT"])
+out = Path(os.environ["DS_TEST_OUT"])
 stubborn = "ignore" in sys.argv
 for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     if stubborn:
@@ -109,13 +109,14 @@ def start(
     grace: float = 5.0,
     script: Sequence[str] | None = None,
     cwd: Path | None = None,
+    prefix: Sequence[str] = (),
 ) -> Job:
     """Start `deepspeed ARGS worker.py WORKER_ARGS` in `folder`, on the CPU."""
     out = folder / "out"
     out.mkdir(exist_ok=True)
     (folder / "worker.py").write_text(WORKER)
-    full = {**clean_environment(), "JOB_OUT": str(out), "DEEPSPEED_LAUNCHER_GRACE": str(grace), **(env or {})}
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", *args]
+    full = {**clean_environment(), "DS_TEST_OUT": str(out), "DEEPSPEED_LAUNCHER_GRACE": str(grace), **(env or {})}
+    command = [*prefix, sys.executable, "-m", "deepspeed.launcher.runner", *args]
     command += script if script is not None else [str(folder / "worker.py"), *worker_args]
     popen = subprocess.Popen(
         command,

@@ -126,7 +126,7 @@ def test_a_signal_during_spawning_leaves_nothing(job: StartJob, tmp_path: Path, 
     (tmp_path / "seam.py").write_text(SIGNAL_AT_SPAWN)
     (tmp_path / "worker.py").write_text(jobs.WORKER)
     (tmp_path / "out").mkdir()
-    env = {**jobs.clean_environment(), "JOB_OUT": str(tmp_path / "out"), "DEEPSPEED_LAUNCHER_GRACE": "2"}
+    env = {**jobs.clean_environment(), "DS_TEST_OUT": str(tmp_path / "out"), "DEEPSPEED_LAUNCHER_GRACE": "2"}
     world = f"--world_info={encode_world_info({'localhost': [0, 1]})}"
     args = [world, f"--master_port={free()}", "worker.py", "grandchild", "sleep"]
     result = subprocess.run(
@@ -153,7 +153,7 @@ def test_ignored_hangups_stay_ignored(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (tmp_path / "worker.py").write_text(jobs.WORKER)
-    env = {**jobs.clean_environment(), "JOB_OUT": str(out), "DEEPSPEED_LAUNCHER_GRACE": "2"}
+    env = {**jobs.clean_environment(), "DS_TEST_OUT": str(out), "DEEPSPEED_LAUNCHER_GRACE": "2"}
     command = [
         "nohup",
         sys.executable,
