@@ -24,10 +24,11 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from tests.harness.wire import Job, Reply, dump_job, load
+from tests.harness.wire import READY, Job, Reply, dump_job, load
 
 _ROOT = Path(__file__).resolve().parents[2]
 _GRACE = 3.0  # how long the other ranks may still answer after the first one failed
+_START = 240.0  # how long a worker may take to import torch on a busy machine; not counted in a call's limit
 MAX_RANKS = 4
 
 
@@ -71,6 +72,15 @@ class Worker:
             )
         child.close()
 
+    def await_ready(self) -> None:
+        """Raises RuntimeError where the process does not come up."""
+        try:
+            if self.conn.poll(_START) and self.conn.recv_bytes() == READY:
+                return
+        except (EOFError, OSError):
+            pass
+        raise RuntimeError(f"a worker did not start; its log ends with:\n{self.tail()}")
+
     def tail(self, size: int = 6000) -> str:
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return text[-size:]
@@ -101,8 +111,12 @@ class Pool:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self, jobs: Sequence[Job], timeout: float) -> list[Any]:
+        started = []
         while len(self.workers) < len(jobs):
-            self.workers.append(Worker(self.folder, f"rank{len(self.workers)}", once=False))
+            started.append(Worker(self.folder, f"rank{len(self.workers)}", once=False))
+            self.workers.append(started[-1])
+        for worker in started:
+            worker.await_ready()
         workers = self.workers[: len(jobs)]
         for worker, job in zip(workers, jobs, strict=True):
             worker.conn.send_bytes(dump_job(job))
@@ -227,6 +241,8 @@ def run_fresh(
     jobs = _jobs(fn, world_size, args, folder, 0, group_timeout, init_group, env)
     workers = [Worker(folder, f"rank{job.rank}", once=True) for job in jobs]
     try:
+        for worker in workers:
+            worker.await_ready()
         for worker, job in zip(workers, jobs, strict=True):
             worker.conn.send_bytes(dump_job(job))
         end = time.monotonic() + timeout

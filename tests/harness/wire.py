@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+READY = b"ready"  # what a worker says once torch is imported
+
 
 @dataclass
 class Job:

@@ -20,7 +20,7 @@ import threading
 import traceback
 from multiprocessing.connection import Connection
 
-from tests.harness.wire import Job, Reply, dump, load_job
+from tests.harness.wire import READY, Job, Reply, dump, load_job
 
 _PR_SET_PDEATHSIG = 1
 
@@ -111,6 +111,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
+    conn.send_bytes(READY)
     jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read_jobs, args=(conn, jobs), daemon=True).start()
     while True:
