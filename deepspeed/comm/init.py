@@ -8,6 +8,7 @@ started becomes a job of one rank without opening a port; every wait has a timeo
 from __future__ import annotations
 
 import os
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -156,9 +157,24 @@ def _create(backend: str, timeout: timedelta, kwargs: dict[str, Any], verbose: b
     if "nccl" in backend and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     dist.init_process_group(backend, timeout=timeout, **kwargs)
+    _tell_accelerate(backend)
     os.environ.setdefault("LOCAL_RANK", "0" if dist.get_world_size() == 1 else str(_guess_local_rank()))
     if verbose:
         log_dist(f"process group of {dist.get_world_size()} ranks on {backend}, timeout {timeout}", ranks=[0])
+
+
+def _tell_accelerate(backend: str) -> None:
+    """Where accelerate's state is just being built and asked for this group without naming a backend, name it.
+
+    accelerate derives the backend from the kind of accelerator. On a machine without one it would take itself for a job
+    of one process although it had us make a group: every rank would train on the same data, and `"auto"` batch sizes
+    would not fit the world size. So a Trainer script runs on the CPU without `use_cpu`.
+    """
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    shared = getattr(state, "_shared_state", None)
+    being_built = isinstance(shared, dict) and "num_processes" not in shared and shared.get("backend", "") is None
+    if being_built and backend == "gloo":
+        shared["backend"] = backend  # type: ignore[index]
 
 
 def _guess_local_rank() -> int:
