@@ -130,3 +130,65 @@ def test_loop_equals_plain_torch_and_state_comes_back(
         assert bool(got["weights"]) == (rank == 0)
     for name, weight in expected["weights"].items():
         torch.testing.assert_close(results[0]["weights"][name], weight, rtol=1e-2, atol=2e-3)
+
+
+def dummies(path: str, out: str) -> dict[str, Any]:
+    """Runs on every rank: optimizer and scheduler of the config stand behind accelerate's dummies; 16-bit save at the
+    end."""
+    import transformers
+    from accelerate import Accelerator
+    from accelerate.state import PartialState
+    from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
+
+    tiny.forget_clients()
+    PartialState(cpu=True)
+    sections = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+                "total_num_steps": "auto",
+            },
+        },
+        "bf16": {"enabled": True},
+    }
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=tiny.ds_config(2, **sections)))
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    optimizer = DummyOptim(model.parameters(), lr=1e-2, weight_decay=0.0)
+    scheduler = DummyScheduler(optimizer, warmup_num_steps=2, total_num_steps=12)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, _loader(2), scheduler)
+    losses, rates = [], []
+    for _ in range(2):
+        for (ids,) in loader:
+            loss = model(input_ids=ids, labels=ids).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            rates.append(scheduler.get_last_lr()[0])
+    accelerator.unwrap_model(model).save_pretrained(
+        out,
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=accelerator.get_state_dict(model),
+    )
+    accelerator.wait_for_everyone()
+    shapes = {name: (tuple(weight.shape), weight.dtype) for name, weight in tiny.full_weights(model.module).items()}
+    accelerator.free_memory()
+    tiny.forget_clients()
+    return {"losses": losses, "rates": rates, "shapes": shapes}
+
+
+def test_dummies_and_save_pretrained(model: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    results = run_ranks(dummies, WORLD, model, str(tmp_path), timeout=150)
+    for got in results:
+        assert got["losses"][-1] < got["losses"][0] - 0.3
+        assert max(got["rates"]) == pytest.approx(1e-2) and got["rates"][-1] < 1e-2
+    saved = load_file(str(tmp_path / "model.safetensors"))
+    assert {name: (tuple(weight.shape), weight.dtype) for name, weight in saved.items()} == results[0]["shapes"]

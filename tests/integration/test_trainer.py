@@ -214,3 +214,37 @@ def test_bf16(models: dict[str, str], tmp_path: Path) -> None:
     got = sharded(run)
     assert got["losses"][-1] < got["losses"][0] - 0.5
     assert {weight.dtype for weight in got["weights"].values()} == {torch.bfloat16}
+
+
+def evaluate_only(path: str, out: str, hpz: int | None) -> dict[str, Any]:
+    """Runs on every rank: a Trainer that never trains; transformers drops optimizer and scheduler from the config."""
+    import transformers
+
+    tiny.forget_clients()
+    if hpz is None:
+        tiny.alone()
+    transformers.logging.set_verbosity_error()
+    arguments = transformers.TrainingArguments(
+        output_dir=out,
+        per_device_eval_batch_size=2 if hpz else 8,
+        deepspeed=tiny.ds_config(hpz) if hpz else None,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    trainer = transformers.Trainer(model=model, args=arguments, eval_dataset=tiny.samples(16, start=3))
+    first = trainer.evaluate()["eval_loss"]
+    predicted = trainer.predict(tiny.samples(8))
+    again = trainer.evaluate()["eval_loss"]
+    trainer.accelerator.free_memory()
+    tiny.forget_clients()
+    return {"losses": [first, again], "logits": torch.tensor(predicted.predictions)}
+
+
+@pytest.mark.parametrize("hpz", [1, 2])
+def test_evaluate_and_predict_without_training(hpz: int, models: dict[str, str], tmp_path: Path) -> None:
+    [want] = run_ranks(evaluate_only, 1, models["llama"], str(tmp_path / "plain"), None, init_group=False, timeout=120)
+    for got in run_ranks(evaluate_only, 4, models["llama"], str(tmp_path / "sharded"), hpz, timeout=120):
+        assert got["losses"] == pytest.approx(want["losses"], abs=1e-5)
+        torch.testing.assert_close(got["logits"], want["logits"], rtol=1e-5, atol=1e-5)
