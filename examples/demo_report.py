@@ -72,7 +72,7 @@ def print_tables(console: Console, runs: dict[str, Run], checkpoint: int) -> Non
     console.print(table)
     costs = Table(title="per optimizer step (median)", title_justify="left")
     costs.add_column("run")
-    for name in ("gathers inside\na group", "gathers across\ngroups", "MB across", "seconds", "largest difference\nfrom plain"):
+    for name in ("gathers inside\na group", "gathers across\ngroups", "MB across", "seconds", "difference\nfrom plain"):
         costs.add_column(name, justify="right")
     for title in (PLAIN, *sharded):
         run = runs[title]
@@ -179,7 +179,8 @@ def plot(path: Path, runs: dict[str, Run], checkpoint: int, where: str) -> None:
                 bars.text(start + value / 2, row, f"{value:.0f}", ha="center", va="center", color=color)
     bars.invert_yaxis()
     bars.grid(axis="y", visible=False)
-    bars.set(title="Gathers per optimizer step", xlim=(0, 1.08 * max(a + b for a, b in zip(across, inside, strict=True))))
+    longest = max(a + b for a, b in zip(across, inside, strict=True))
+    bars.set(title="Gathers per optimizer step", xlim=(0, 1.08 * longest))
     bars.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
     figure.savefig(path)
     pyplot.close(figure)

@@ -3,8 +3,8 @@
 
 Nothing in it knows how it is run; each of these works:
 
-    python examples/train.py --model MODEL --output_dir OUT                                      one process, plain torch
-    deepspeed --num_gpus 4 examples/train.py --deepspeed CONFIG.json --model MODEL --output_dir OUT   four ranks, ZeRO-3
+    python examples/train.py --model MODEL --output_dir OUT                     (one process, plain torch)
+    deepspeed --num_gpus 4 examples/train.py --deepspeed CONFIG.json ...        (four ranks, ZeRO-3)
     torchrun --nproc_per_node 4 examples/train.py --deepspeed CONFIG.json ...
     accelerate launch --num_processes 4 examples/train.py --deepspeed CONFIG.json ...
 
