@@ -17,6 +17,7 @@ from deepspeed.errors import ConfigConflictError, NotSupportedError, UsageError
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.engine_parts.build import OptimizerLike
+from deepspeed.runtime.zero.checks import Agreement
 
 
 def initialize(
@@ -49,7 +50,8 @@ def initialize(
         (engine, optimizer, data loader or None, scheduler or None). Without an optimizer the second is the sharding.
 
     Raises:
-        UsageError: no model, or parameters that do not fit it. ConfigError: see ``DeepSpeedConfig``.
+        UsageError: no model, or parameters that do not fit it; or ranks differ in versions, configuration, parameters
+            or optimizer, which every rank is told with the first difference. ConfigError: see ``DeepSpeedConfig``.
     """
     if model is None:
         raise UsageError("deepspeed.initialize: model= is missing")
@@ -59,18 +61,20 @@ def initialize(
         raise NotSupportedError("deepspeed.initialize: mesh_param (sequence parallelism) is not built; leave it out")
     if dist_init_required is not False or not comm.is_initialized():
         comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    engine = DeepSpeedEngine(
-        args=args,
-        model=model,
-        optimizer=optimizer,
-        model_parameters=model_parameters,
-        training_data=training_data,
-        lr_scheduler=lr_scheduler,
-        mpu=mpu,
-        collate_fn=collate_fn,
-        config=config,
-        config_class=DeepSpeedConfig(_find_config(args, config, config_params), mpu),
-    )
+    with Agreement("deepspeed.initialize") as agreement:
+        engine = DeepSpeedEngine(
+            args=args,
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            mpu=mpu,
+            collate_fn=collate_fn,
+            config=config,
+            config_class=DeepSpeedConfig(_find_config(args, config, config_params), mpu),
+            agreement=agreement,
+        )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

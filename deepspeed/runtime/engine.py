@@ -27,7 +27,7 @@ from deepspeed.runtime.engine_parts.getters import ConfigGetters
 from deepspeed.runtime.engine_parts.reporting import Reporter
 from deepspeed.runtime.lr_schedules import build_scheduler
 from deepspeed.runtime.zero.core.hooks import tensors_in
-from deepspeed.runtime.zero.gathered import GatheredParameters
+from deepspeed.runtime.zero.checks import Agreement
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.topology import current_device
@@ -61,6 +61,7 @@ class DeepSpeedEngine(CheckpointMixin, ConfigGetters, nn.Module):
         config: Any = None,
         config_class: DeepSpeedConfig | None = None,
         dont_change_device: bool = False,
+        agreement: Agreement | None = None,
     ) -> None:
         super().__init__()
         self._config: DeepSpeedConfig = config_class if config_class is not None else DeepSpeedConfig(config, mpu)
@@ -78,9 +79,8 @@ class DeepSpeedEngine(CheckpointMixin, ConfigGetters, nn.Module):
         )
         self.module = model
         _move_buffers(model, self.device)
-        if self._config.zero_config.enable_sanity_checks:
-            GatheredParameters.sanity_checks = True
-        self.optimizer: Any = build_optimizer_and_shards(model, self._config, optimizer, model_parameters)
+        with agreement if agreement is not None else Agreement("DeepSpeedEngine") as agreed:
+            self.optimizer: Any = build_optimizer_and_shards(model, self._config, optimizer, model_parameters, agreed)
         self.basic_optimizer = getattr(self.optimizer, "optimizer", None)
         self.lr_scheduler = self._scheduler(lr_scheduler)
         self._stepped_scheduler: Any = None

@@ -13,12 +13,15 @@ from deepspeed.errors import ConfigError, NotSupportedError, UsageError
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.fp16.loss_scaler import create_loss_scaler
 from deepspeed.runtime.optimizers import build_optimizer
+from deepspeed.runtime.zero import checks
+from deepspeed.runtime.zero.checks import Agreement
 from deepspeed.runtime.zero.core.fetch import FetchLimits
 from deepspeed.runtime.zero.core.grads import GradShards
 from deepspeed.runtime.zero.core.master import MasterWeights
 from deepspeed.runtime.zero.core.model import ShardedModel, ShardingPlan
 from deepspeed.runtime.zero.core.param import ShardedParam
 from deepspeed.runtime.zero.core.parameter import sharded_of
+from deepspeed.runtime.zero.core.sanity import SanityChecks
 from deepspeed.runtime.zero.init_context import suspended
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -37,20 +40,32 @@ CPU = torch.device("cpu")
 
 
 def build_optimizer_and_shards(
-    module: nn.Module, config: DeepSpeedConfig, client_optimizer: OptimizerLike, model_parameters: Any
+    module: nn.Module,
+    config: DeepSpeedConfig,
+    client_optimizer: OptimizerLike,
+    model_parameters: Any,
+    agreement: Agreement,
 ) -> DeepSpeedZeroOptimizer_Stage3 | DeepSpeedZeRoOffload:
-    """Shard ``module`` and build what steps it; without an optimizer only the sharding. Collective."""
+    """Shard ``module`` and build what steps it; without an optimizer only the sharding. Collective.
+
+    Raises:
+        UsageError: ranks differ in what they are about to build.
+    """
     zero = config.zero_config
     groups = _optimizer_groups(module, client_optimizer, model_parameters, config)
     _mark_leaf_modules(module, config)
+    agreement.hold(_subjects(module, config, client_optimizer, groups))
+    plan = _plan(config)
+    agreement.hand_over(plan.groups)
+    if zero.enable_sanity_checks:
+        plan.groups.checks = SanityChecks(plan.groups)
     with suspended():
-        sharded = ShardedModel(module, _plan(config))
+        sharded = ShardedModel(module, plan)
     is_leaf = _leaf_test(zero.module_granularity_threshold)
     if groups is None:
         sharded.form_units(is_leaf, None, None)
         _announce(sharded, config, 0)
         return DeepSpeedZeRoOffload(sharded)
-    plan = sharded.plan
     offload = zero.optimizer_device is OffloadDeviceEnum.cpu
     master_device = CPU if offload else plan.device
     shards = GradShards(config.grad_accum_dtype or config.param_dtype, plan.device)
@@ -79,6 +94,22 @@ def build_optimizer_and_shards(
         config.bf16.check_grad_overflow if config.bf16.enabled else True,
         config.max_skipped_steps,
     )
+
+
+def _subjects(
+    module: nn.Module,
+    config: DeepSpeedConfig,
+    client: OptimizerLike,
+    groups: list[tuple[list[nn.Parameter], dict[str, Any]]] | None,
+) -> list[checks.Section]:
+    """What every rank must have alike."""
+    kind = config.optimizer.type if config.optimizer is not None and client is None else type(client).__qualname__
+    return [
+        checks.versions(),
+        checks.configuration(config),
+        checks.parameters(module),
+        checks.optimizer_groups(kind, groups, module),
+    ]
 
 
 def _plan(config: DeepSpeedConfig) -> ShardingPlan:

@@ -38,9 +38,6 @@ class GatheredParameters:
         RuntimeError: another block already holds one of the parameters.
     """
 
-    sanity_checks = False
-    """Set by engines with ``enable_sanity_checks``: a dropped edit raises."""
-
     def __init__(
         self,
         params: nn.Parameter | Iterable[Any],
@@ -157,6 +154,6 @@ class GatheredParameters:
             f"GatheredParameters: {names} edited inside a read-only block (modifier_rank=None); the edit was dropped. "
             "Pass modifier_rank=<rank whose weights count> to keep it"
         )
-        if GatheredParameters.sanity_checks:
+        if edited[0].groups.checks is not None:
             raise UsageError(text)
         logger.warning(text)

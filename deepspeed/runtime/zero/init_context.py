@@ -22,10 +22,13 @@ from deepspeed.errors import NotSupportedError, UsageError
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.utils.logging import warning_once
 
+from . import checks
+from .checks import Agreement
 from .core import fetch
 from .core.convert import shard_parameter
 from .core.param import ShardedParam, ShardGroups
 from .core.parameter import ZeroParameter, sharded_of
+from .core.sanity import SanityChecks
 from .gathered import GatheredParameters
 from .topology import current_device, ensure_distributed, shard_groups
 
@@ -139,7 +142,8 @@ class Init:
 
     Raises:
         NotSupportedError: NVMe or quantised weights.
-        UsageError: several ranks were started and the group has one.
+        UsageError: several ranks were started and the group has one; or ranks differ in versions, configuration or
+            the module.
     """
 
     def __init__(
@@ -172,29 +176,37 @@ class Init:
             warning_once("zero.Init(config=...) is the older name of config_dict_or_path")
             config_dict_or_path = config if config_dict_or_path is None else config_dict_or_path
         ensure_distributed()
-        settings = None
-        if config_dict_or_path is not None:
-            settings = (
-                config_dict_or_path
-                if isinstance(config_dict_or_path, DeepSpeedConfig)
-                else DeepSpeedConfig(config_dict_or_path, mpu)
-            )
-        zero = settings.zero_config if settings is not None else None
-        self.override_module_apply = zero.override_module_apply if zero is not None else True
-        self.dtype = dtype or (settings.param_dtype if settings is not None else _default_dtype())
-        self.tensor_overrides = tuple(tensor_overrides)
-        self.device = current_device()
-        offload = remote_device == "cpu" or (zero is not None and zero.param_device.value == "cpu")
-        self.shard_device = torch.device("cpu") if offload else self.device
-        group = data_parallel_group or sequence_data_parallel_group
-        if group is None and mpu is not None and hasattr(mpu, "get_data_parallel_group"):
-            group = mpu.get_data_parallel_group()
-        hpz = zero.zero_hpz_partition_size if zero is not None else 1
-        self.groups: ShardGroups = shard_groups(hpz, group, zero_param_parallel_group)
+        with Agreement("zero.Init") as agreement:
+            settings = None
+            if config_dict_or_path is not None:
+                settings = (
+                    config_dict_or_path
+                    if isinstance(config_dict_or_path, DeepSpeedConfig)
+                    else DeepSpeedConfig(config_dict_or_path, mpu)
+                )
+            zero = settings.zero_config if settings is not None else None
+            self.override_module_apply = zero.override_module_apply if zero is not None else True
+            self.dtype = dtype or (settings.param_dtype if settings is not None else _default_dtype())
+            self.tensor_overrides = tuple(tensor_overrides)
+            self.device = current_device()
+            offload = remote_device == "cpu" or (zero is not None and zero.param_device.value == "cpu")
+            self.shard_device = torch.device("cpu") if offload else self.device
+            group = data_parallel_group or sequence_data_parallel_group
+            if group is None and mpu is not None and hasattr(mpu, "get_data_parallel_group"):
+                group = mpu.get_data_parallel_group()
+            if group is not None:
+                agreement.groups = shard_groups(1, group)
+            agreement.hold(_subjects(self, settings, module))
+            hpz = zero.zero_hpz_partition_size if zero is not None else 1
+            self.groups: ShardGroups = shard_groups(hpz, group, zero_param_parallel_group)
+        agreement.hand_over(self.groups)
+        if zero is not None and zero.enable_sanity_checks:
+            self.groups.checks = SanityChecks(self.groups)
         self._open = ExitStack()
         if module is not None:
             for part in module.modules():
                 self._shard_own_parameters(part)
+            self._stop_pulse()
 
     def __enter__(self) -> Init:
         if not self.enabled:
@@ -220,6 +232,13 @@ class Init:
             _patches.contexts.remove(self)
         if not _patches.contexts:
             _patches.remove()
+        self._stop_pulse()
+
+    def _stop_pulse(self) -> None:
+        """Every parameter is sharded: nobody is waited for until an engine, with a pulse of its own, takes them."""
+        if self.groups.pulse is not None:
+            self.groups.pulse.stop()
+            self.groups.pulse = None
 
     def _shard_own_parameters(self, module: nn.Module) -> None:
         """Shard the parameters that ``module`` owns directly; those sharded already or on the meta device are left."""
@@ -249,6 +268,17 @@ class Init:
     def _partition_param_sec(params: Sequence[ShardedParam], has_been_updated: bool = False) -> None:
         """Rewrite the hpZ secondary shards of ``params`` from their full weights if these are new."""
         fetch.refresh_secondary(params, has_been_updated)
+
+
+def _subjects(context: Init, settings: DeepSpeedConfig | None, module: nn.Module | None) -> list[checks.Section]:
+    """What every rank must have alike."""
+    own = [("dtype", str(context.dtype)), ("shards live on", context.shard_device.type)]
+    found = [checks.versions(), checks.Section("arguments", own)]
+    if settings is not None:
+        found.append(checks.configuration(settings))
+    if module is not None:
+        found.append(checks.parameters(module))
+    return found
 
 
 def _default_dtype() -> torch.dtype:

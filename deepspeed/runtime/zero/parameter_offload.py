@@ -146,6 +146,10 @@ class DeepSpeedZeRoOffload:
         self.sharded.fetcher.release_all(persistent=True)
         for unit in self.sharded.units:
             unit.on_access = None
+        groups = self.sharded.plan.groups
+        if groups.pulse is not None:
+            groups.pulse.stop()
+            groups.pulse = None
 
 
 def _external_parameters(module: nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:

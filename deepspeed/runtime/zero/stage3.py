@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepspeed.errors import CollectiveMismatch, NonFiniteGradients, UsageError
+from deepspeed.errors import CollectiveMismatch, CollectiveTimeout, NonFiniteGradients, UsageError
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.utils.logging import logger
 
@@ -165,6 +165,9 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
             raise UsageError(
                 "step() without gradients: call engine.backward(loss) (or loss.backward()) on the engine's output first"
             )
+        checks = self.sharded.plan.groups.checks
+        if checks is not None:
+            checks.before_step(list(self.grad_shards.places))
         self.steps += 1
         shards = [(p.name, shard) for p, shard in self.grad_shards.slices.items() if shard.numel()]
         self.verdict = vote(
@@ -233,9 +236,12 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
         found = verdict.non_finite()
         if not found:
             return "a gradient norm beyond what float64 holds"
+        checks = self.sharded.plan.groups.checks
+        if checks is not None and checks.origins:
+            return "; ".join(checks.origins[:8])
         first = found[0]
-        ranks = f"ranks {[entry.rank for entry in found]}" if len(found) > 1 else "this rank only"
-        return f"{first.kind} in the gradient of {first.param}, in the shard of rank {first.rank} (non-finite on {ranks})"
+        ranks = f"in the shards of ranks {[entry.rank for entry in found]}" if len(found) > 1 else "in no other shard"
+        return f"{first.kind} in the gradient of {first.param}, shard of rank {first.rank} (not finite: {ranks})"
 
     def _report_skip(self, verdict: Verdict) -> None:
         """Say it at once, and again after 10, 100, 1000, … skipped steps in a row; every rank knows, rank 0 speaks."""
@@ -348,7 +354,10 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
 
     def destroy(self) -> None:
         """Remove hooks and release memory; the optimizer cannot be used afterwards."""
-        self.grads.drain()
+        try:
+            self.grads.drain()
+        except CollectiveTimeout:
+            pass  # the group is gone, and what was reduced is not used any more
         self.parameter_offload.destroy()
         self.grad_shards.free()
         self.verdict = None

@@ -154,6 +154,10 @@ class ShardGroups:
 class Checks(Protocol):
     """What ``enable_sanity_checks`` looks at; see ``sanity.py``."""
 
+    origins: list[str]
+
+    def before_step(self, trainable: Sequence[ShardedParam]) -> None: ...
+
     def before_gather(self, unit: ShardedUnit, params: Sequence[ShardedParam], inside: bool) -> None: ...
 
     def after_gather(self, unit: ShardedUnit) -> None: ...

@@ -21,7 +21,12 @@ import weakref
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
+from torch.distributed import distributed_c10d as c10d
+
 from deepspeed.utils.logging import logger
+
+from .wire import Channel
 
 BEAT = 1.0
 """Seconds between two beats in a job of up to ``BEATS_A_SECOND`` ranks."""
@@ -44,14 +49,13 @@ class Pulse:
     """The beats of one engine's ranks.
 
     Args:
-        store: the rendezvous store, from which a clone with a short timeout is made.
+        store: a store of its own, with a short timeout.
         name: key of the engine in the store, the same on every rank.
         timeout: seconds after which a collective fails, for the early notice; 0 gives none.
     """
 
     def __init__(self, store: Any, name: str, rank: int, size: int, place: Placed, timeout: float) -> None:
-        self.store = store.clone()
-        self.store.set_timeout(STORE_TIMEOUT)
+        self.store = store
         self.name, self.rank, self.size, self.timeout = name, rank, size, timeout
         self.interval = max(BEAT, size / BEATS_A_SECOND)
         self.beats = 0
@@ -65,6 +69,24 @@ class Pulse:
         self.thread.name = f"deepspeed pulse {name}"
         self.thread.start()
         self._at_exit = _stop_at_exit(self)
+
+    @classmethod
+    def of(cls, channel: Channel, name: str, place: Placed) -> Pulse | None:
+        """The pulse of a channel's ranks; None for one rank, and where torch has no rendezvous store to ask."""
+        if channel.group is None or channel.backend(torch.device("cpu")) == "fake":
+            return None
+        try:
+            store = c10d._get_default_store().clone()
+            store.set_timeout(STORE_TIMEOUT)
+            return cls(store, name, channel.rank, channel.size, place, channel.timeout)
+        except (RuntimeError, OSError, ValueError):
+            return None
+
+    def follow(self, name: str, place: Placed) -> None:
+        """Report another place from now on, under another name."""
+        self.name, self.place = name, weakref.ref(place)
+        self.failed = self._verdict = ""
+        self.beat()
 
     def stop(self) -> None:
         """End the thread; the place stays in the store."""
@@ -134,17 +156,19 @@ class Pulse:
     def _judge(self, first: dict[int, Any], second: dict[int, Any]) -> str:
         place = self.place()
         at = (place.step, place.issued) if place is not None else (0, 0)
+        absent = [rank for rank in range(self.size) if rank not in second]
         silent = [
             rank
-            for rank in range(self.size)
-            if rank not in second or (second[rank]["beat"] == first.get(rank, second[rank])["beat"])
+            for rank, entry in second.items()
+            if rank in first and first[rank]["beat"] == entry["beat"] and rank != self.rank and not entry["failed"]
         ]
-        silent = [rank for rank in silent if rank != self.rank and not second.get(rank, {}).get("failed")]
         parts = []
+        if absent:
+            parts.append(f"{_ranks(absent)} did not come here.")
         if silent:
+            seconds = f"{1.6 * self.interval:.1f} s"
             parts.append(
-                f"{_ranks(silent)} gave no sign of life for {1.6 * self.interval:.1f} s (ended, or the host is stuck or "
-                "unreachable)."
+                f"{_ranks(silent)} gave no sign of life for {seconds} (ended, or stuck together with its host)."
             )
         alive = {r: e for r, e in second.items() if r not in silent and r != self.rank and not e["failed"]}
         behind = self._behind(alive, at)

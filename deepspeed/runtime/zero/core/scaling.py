@@ -91,9 +91,9 @@ class Verdict:
         common = max(prints, key=lambda value: (prints.count(value), value == prints[0]))
         odd = [rank for rank, value in enumerate(prints) if value != common]
         return (
-            f"step {self.step}: ranks {odd} issued other collectives than the rest (another order of modules, or modules "
-            f"that only some ranks used). {self._first_difference(prints.index(common), odd[0])} The step was not "
-            "applied. Make every rank run the same modules in the same order, or mark data-dependent ones with "
+            f"step {self.step}: ranks {odd} issued other collectives than the rest (another order of modules, or "
+            f"modules that only some ranks used). {self._first_difference(prints.index(common), odd[0])} The step was "
+            "not applied. Make every rank run the same modules in the same order, or mark data-dependent ones with "
             "deepspeed.utils.set_z3_leaf_modules."
         )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -76,15 +77,33 @@ class Channel:
         ranks = tuple(dist.get_process_group_ranks(group))
         return cls(group if size > 1 else None, size, dist.get_rank(group), ranks)
 
-    def grouped(self, tensor: torch.Tensor) -> bool:
-        """Whether several tensors on ``tensor``'s device go in one grouped call."""
-        kind = tensor.device.type
+    def backend(self, device: torch.device) -> str:
+        """Name of the backend that serves tensors on ``device``, "none" where there is none."""
+        kind = device.type
         name = self.backends.get(kind)
         if name is None:
-            backend = self.group._get_backend(torch.device(kind)) if self.group is not None else None
+            try:
+                backend = self.group._get_backend(torch.device(kind)) if self.group is not None else None
+            except RuntimeError:  # torch raises where the group has no backend for this kind of device
+                backend = None
             name = backend.name().lower() if backend is not None else "none"
             self.backends[kind] = name
-        return name in ("nccl", "fake")
+        return name
+
+    def grouped(self, tensor: torch.Tensor) -> bool:
+        """Whether several tensors on ``tensor``'s device go in one grouped call."""
+        return self.backend(tensor.device) in ("nccl", "fake")
+
+    @property
+    def timeout(self) -> float:
+        """Seconds after which a collective of the group fails; 0 where its backend does not tell."""
+        for kind in ("cuda", "cpu"):
+            if self.backend(torch.device(kind)) != "none":
+                options = getattr(self.group._get_backend(torch.device(kind)), "options", None)
+                found = getattr(options, "_timeout", None)
+                if isinstance(found, timedelta):
+                    return found.total_seconds()
+        return 0.0
 
     def reduce_options(self, average: bool) -> Any:
         """Options of a reduce-scatter that averages or sums, built once."""
@@ -215,6 +234,8 @@ def exchange(row: torch.Tensor, channel: Channel) -> torch.Tensor:
     """Every rank's 1-D ``row`` (n) stacked in rank order: (size, n). One small collective, no host sync."""
     if channel.group is None:
         return row.unsqueeze(0)
+    if channel.backend(row.device) == "fake":  # it sends nothing: every rank is as this one
+        return row.expand(channel.size, -1).clone()
     rows = torch.empty(channel.size, row.numel(), dtype=row.dtype, device=row.device)
     channel.group._allgather_base(rows.view(-1), row).wait()
     return rows
