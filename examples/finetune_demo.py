@@ -161,10 +161,16 @@ def _report(job: Job, out: Path) -> Path:
 
 
 def _config(name: str, layout: Layout, out: Path) -> Path:
-    """The configuration as it stands beside this file, with the hpZ size of this layout."""
+    """The configuration beside this file, with the hpZ size of this layout.
+
+    A model this small would stay gathered between forward and backward; `stage3_max_reuse_distance` 0 makes it gather
+    as often as a large one.
+    """
     config = json.loads((HERE / name).read_text())
-    if "zero_hpz_partition_size" in config["zero_optimization"]:
-        config["zero_optimization"]["zero_hpz_partition_size"] = layout.hpz
+    zero = config["zero_optimization"]
+    zero["stage3_max_reuse_distance"] = 0
+    if "zero_hpz_partition_size" in zero:
+        zero["zero_hpz_partition_size"] = layout.hpz
     path = out / name
     path.write_text(json.dumps(config, indent=2))
     return path
