@@ -27,11 +27,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = HERE / "train.py"
-BASE_STEPS = 60
-STEPS, CHECKPOINT = 20, 12
-WINDOW, MICRO_BATCH, ACCUMULATION = 128, 2, 2
+BASE_STEPS = 25
+STEPS, CHECKPOINT = 24, 14
+WINDOW, MICRO_BATCH, ACCUMULATION = 128, 4, 2
 
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 110)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def make_base(path: Path) -> Iterator[float]:
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config)
     rows = Windows(text(0.0, HELD_BACK), WINDOW).rows
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(BASE_STEPS):
         chosen = rows[torch.randint(len(rows), (16,))]
         loss = model(input_ids=chosen, labels=chosen).loss
@@ -141,7 +141,7 @@ def command(job: Job, layout: Layout, model: Path, out: Path) -> list[str]:
         "max_steps": STEPS,
         "per_device_train_batch_size": samples,
         "gradient_accumulation_steps": ACCUMULATION,
-        "learning_rate": 1e-3,
+        "learning_rate": 2e-3,
         "lr_scheduler_type": "linear",
         "max_grad_norm": 1.0,
         "logging_steps": 1,
