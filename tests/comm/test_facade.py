@@ -23,7 +23,8 @@ def collectives() -> dict[str, Any]:
     reduced = mine.clone()
     dist.all_reduce(reduced)
     largest = mine.clone()
-    assert dist.all_reduce(largest, op=dist.ReduceOp.MAX, async_op=True).wait() is not None
+    pending = dist.all_reduce(largest, op=dist.ReduceOp.MAX, async_op=True)
+    assert pending is not None and pending.wait() is not None
     listed = [torch.empty(2) for _ in range(world)]
     dist.all_gather(listed, mine)
     flat = torch.empty(2 * world)
@@ -196,13 +197,14 @@ def bad_inits() -> list[str]:
     from deepspeed.errors import UsageError
 
     said = []
-    for env, kwargs in (
+    cases: tuple[tuple[dict[str, str], dict[str, Any]], ...] = (
         ({"RANK": "0"}, {}),
         ({"WORLD_SIZE": "4"}, {}),
         ({"RANK": "0", "WORLD_SIZE": "4"}, {}),
         ({}, {"rank": 2, "world_size": 2}),
         ({"DEEPSPEED_TIMEOUT": "soon"}, {}),
-    ):
+    )
+    for env, kwargs in cases:
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "DEEPSPEED_TIMEOUT"):
             os.environ.pop(name, None)
         os.environ.update(env)

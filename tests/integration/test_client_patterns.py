@@ -153,7 +153,7 @@ def sleeper() -> dict[str, Any]:
         "loader": loader,
         "groups": [group["weight_decay"] for group in optimizer.param_groups],
         "device": engine.config["zero_optimization"]["stage"],
-        "norm": float(engine.get_global_grad_norm()),
+        "norm": float(engine.get_global_grad_norm() or 0.0),
     }
     engine.destroy()
     return result
@@ -220,6 +220,7 @@ def strategy(folder: str) -> dict[str, Any]:
     losses = [_step(engine, step) for step in range(2)]
     saved = engine.save_checkpoint(folder, client_state={"epoch": 3, "hparams": {"a": 1}}, tag="checkpoint")
     _, client = engine.load_checkpoint(folder, tag="checkpoint")
+    assert client is not None
     losses += [_step(engine, step) for step in range(2, 4)]
     full = get_fp32_state_dict_from_zero_checkpoint(folder, "checkpoint") if engine.global_rank == 0 else {}
     stage = 3

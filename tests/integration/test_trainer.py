@@ -235,7 +235,8 @@ def evaluate_only(path: str, out: str, hpz: int | None) -> dict[str, Any]:
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
     trainer = transformers.Trainer(model=model, args=arguments, eval_dataset=tiny.samples(16, start=3))
     first = trainer.evaluate()["eval_loss"]
-    predicted = trainer.predict(tiny.samples(8))
+    unseen: Any = tiny.samples(8)
+    predicted = trainer.predict(unseen)
     again = trainer.evaluate()["eval_loss"]
     trainer.accelerator.free_memory()
     tiny.forget_clients()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SKIPPED = {".git", ".venv", "build", "dist", "__pycache__", ".ruff_cache", ".mypy_cache", ".pytest_cache"}
+SKIPPED = {"build", "dist"}  # at the top; hidden folders and caches are skipped anywhere
 
 
 def files(*folders: str, suffixes: tuple[str, ...] = (".py",)) -> list[Path]:
@@ -16,7 +16,9 @@ def files(*folders: str, suffixes: tuple[str, ...] = (".py",)) -> list[Path]:
     found: list[Path] = []
     for folder in folders or (".",):
         for path in (ROOT / folder).rglob("*"):
-            skipped = any(part in SKIPPED or part.endswith(".egg-info") for part in path.relative_to(ROOT).parts)
+            parts = path.relative_to(ROOT).parts
+            hidden = any(part.startswith(".") or part == "__pycache__" for part in parts)
+            skipped = hidden or parts[0] in SKIPPED or parts[0].endswith(".egg-info")
             if path.suffix in suffixes and path.is_file() and not skipped:
                 found.append(path)
     return sorted(found)

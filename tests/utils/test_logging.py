@@ -57,8 +57,9 @@ def test_levels_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def speak() -> dict[str, str]:
     import contextlib
 
-    from deepspeed.utils import log_dist, print_dist
+    from deepspeed.utils import log_dist, logger, print_dist
 
+    logger.setLevel(logging.INFO)  # clients that ran in this process before may have changed it
     heard: dict[str, str] = {}
     calls: dict[str, Any] = {"none": None, "one": [1], "all": [-1], "empty": []}
     for fn in (log_dist, print_dist):
