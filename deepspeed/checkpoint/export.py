@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writing whole weights for other tools: one file or shards with an index, torch or safetensors.
 
-What must hold: a tensor is assembled when it is written and dropped after; in safetensors one parameter is in memory at
-a time, in torch files a large shard is assembled in a scratch file that the system can page out; a tied
-parameter is stored once (torch files name it twice, safetensors files give the other names in their metadata); a file
-appears under its name only when it is complete.
+What must hold: a tensor is assembled when it is written; in safetensors all go through one buffer of the largest
+(allocating and freeing one by one lets the heap grow to the size of the model), in torch files a large shard is
+assembled in a scratch file that the system can page out; a tied parameter is stored once (torch files name it twice,
+safetensors files give the other names in their metadata); a file appears under its name only when it is complete.
 """
 
 from __future__ import annotations
@@ -45,13 +45,17 @@ _SAFE_DTYPES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor to write: its name, other names of the same tensor, shape, dtype, and how to make it."""
+    """One tensor to write: its name, other names of the same tensor, shape and dtype.
+
+    ``fill(out)`` writes the content into a tensor of this shape and dtype; ``ready``: the tensor if it is in memory.
+    """
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
-    make: Callable[[], torch.Tensor]
+    fill: Callable[[torch.Tensor], Any]
     aliases: tuple[str, ...] = ()
+    ready: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -149,12 +153,14 @@ def entries_of(tensors: Mapping[str, torch.Tensor]) -> list[Entry]:
     result = []
     for names in groups.values():
         tensor = tensors[names[0]]
-        result.append(Entry(names[0], tensor.shape, tensor.dtype, functools.partial(_same, tensor), tuple(names[1:])))
+        ready = tensor.detach()
+        fill = functools.partial(_copy, ready)
+        result.append(Entry(names[0], tensor.shape, tensor.dtype, fill, tuple(names[1:]), ready))
     return result
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def _copy(tensor: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(tensor)
 
 
 def _atomically(storage: Storage, path: Path, fill: Callable[[BinaryIO], None]) -> None:
@@ -185,13 +191,6 @@ def _all(handle: BinaryIO, data: Any) -> None:
         view = view[handle.write(view) :]
 
 
-def _made(entry: Entry) -> torch.Tensor:
-    tensor = entry.make().detach()
-    if tensor.dtype != entry.dtype or tensor.shape != entry.shape:
-        raise ValueError(f"{entry.name} came out as {tensor.dtype} {tuple(tensor.shape)}")
-    return tensor.to("cpu").contiguous()
-
-
 def _safetensors(handle: BinaryIO, shard: Sequence[Entry], progress: Callable[[int], Any] | None) -> None:
     """Header (8 bytes of length, JSON padded to 8 bytes), then the tensors in order."""
     metadata = {"format": "pt", **{alias: entry.name for entry in shard for alias in entry.aliases}}
@@ -209,10 +208,14 @@ def _safetensors(handle: BinaryIO, shard: Sequence[Entry], progress: Callable[[i
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
     _all(handle, len(raw).to_bytes(8, "little") + raw)
+    buffer = torch.empty(max((entry.nbytes for entry in shard if entry.ready is None), default=0), dtype=torch.uint8)
     for entry in shard:
-        tensor = _made(entry)
+        tensor = entry.ready
+        if tensor is None:
+            tensor = buffer[: entry.nbytes].view(entry.dtype).view(entry.shape)
+            entry.fill(tensor)
         if tensor.numel():
-            _all(handle, tensor.reshape(-1).view(torch.uint8).numpy())
+            _all(handle, tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy())
         if progress is not None:
             progress(entry.nbytes)
 
@@ -241,7 +244,7 @@ def _assembled(
     offset = 0
     for entry in shard:
         piece = arena[offset : offset + entry.nbytes].view(entry.dtype).view(entry.shape)
-        piece.copy_(_made(entry))
+        entry.fill(piece)
         offset += -(-entry.nbytes // 64) * 64
         for name in (entry.name, *entry.aliases):
             result[name] = exact(piece) if name == entry.name else result[entry.name]

@@ -118,10 +118,9 @@ def _to_verify(folder: TagFolder, rank: int, world_size: int, local: bool) -> li
 
 def whole(source: Source, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """One full parameter on the CPU, assembled from all ranks' shards."""
-    shape = source.shapes[name]
-    out = torch.empty(shape.numel(), dtype=dtype)
-    source.read_weight(name, 1, 0, out)
-    return out.view(shape)
+    out = torch.empty(source.shapes[name], dtype=dtype)
+    source.read_weight(name, 1, 0, out.view(-1))
+    return out
 
 
 class FullWeights(Mapping[str, torch.Tensor]):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 from deepspeed.checkpoint.folder import open_tag
 from deepspeed.checkpoint.reader import Layout, ZeroSource, parse_layout
 from deepspeed.checkpoint.reshard import StateValue, pieces
-from deepspeed.checkpoint.serialization import load_file, save_file
+from deepspeed.checkpoint.serialization import exact, load_file, save_file
 from deepspeed.checkpoint.state import SubGroupState
 from deepspeed.checkpoint.store import Storage, safe_component
 from deepspeed.checkpoint.writer import new_nonce
@@ -218,19 +219,28 @@ def convert(
 class _Conversion:
     def __init__(self, source: ZeroSource, staging: Path, storage: Storage, inject: bool) -> None:
         self._source, self._staging, self._storage, self._inject = source, staging, storage, inject
+        self._largest = max((shape.numel() for shape in source.shapes.values()), default=0)
+        self._thread = threading.local()
+
+    def _buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """This thread's one buffer, as large as the largest parameter needs; the heap does not grow."""
+        held: torch.Tensor | None = getattr(self._thread, "buffer", None)
+        if held is None or held.numel() < numel * dtype.itemsize:
+            held = self._thread.buffer = torch.empty(self._largest * max(4, dtype.itemsize), dtype=torch.uint8)
+        return held[: numel * dtype.itemsize].view(dtype)
 
     def write_parameter(self, name: str) -> str:
         folder = self._staging / _PARAMS / name
         folder.mkdir()
         numel = self._source.shapes[name].numel()
-        weight = torch.empty(numel, dtype=torch.float32)
+        weight = self._buffer(numel, torch.float32)
         self._source.read_weight(name, 1, 0, weight)
-        self._put(folder / f"{_WEIGHT}.pt", weight)
+        self._put(folder / f"{_WEIGHT}.pt", exact(weight))
         arrays, single = self._source.state_keys(name)
         for key, dtype in arrays.items():
-            value = torch.empty(numel, dtype=dtype)
+            value = self._buffer(numel, dtype)
             self._source.read_state(name, key, 1, 0, value)
-            self._put(folder / f"{key}.pt", value)
+            self._put(folder / f"{key}.pt", exact(value))
         if not arrays and self._inject:
             for key in ("exp_avg", "exp_avg_sq"):
                 self._put(folder / f"{key}.pt", torch.zeros(numel))

@@ -135,9 +135,13 @@ def model_states(
             OrderedDict((name, torch.Size(shape)) for name, shape in zip(group.names, group.shapes, strict=True))
             for group in state.sub_groups
         ],
-        "frozen_param_shapes": None if exclude_frozen else OrderedDict((n, torch.Size(s)) for n, (s, _) in frozen.items()),
+        "frozen_param_shapes": None
+        if exclude_frozen
+        else OrderedDict((n, torch.Size(s)) for n, (s, _) in frozen.items()),
         "shared_params": dict(state.shared) if state.rank == 0 else {},
-        "frozen_param_fragments": None if exclude_frozen else OrderedDict((n, exact(t)) for n, (_, t) in frozen.items()),
+        "frozen_param_fragments": None
+        if exclude_frozen
+        else OrderedDict((n, exact(t)) for n, (_, t) in frozen.items()),
         "lr_scheduler": lr_scheduler,
         "data_sampler": None,
         "random_ltd": None,

@@ -13,6 +13,7 @@ parameter (and one output shard's page cache), whatever the size of the model.  
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import sys
@@ -153,6 +154,10 @@ class GatheredTensor:
         """The full tensor, newly made at every call."""
         return whole(self._source, self._name, self.dtype)
 
+    def into(self, out: torch.Tensor) -> None:
+        """Assemble into a contiguous tensor of this shape and any floating dtype."""
+        self._source.read_weight(self._name, 1, 0, out.view(-1))
+
 
 def _tag_folder(checkpoint_dir: PathLike, tag: str | None) -> Path:
     base = Path(checkpoint_dir)
@@ -240,9 +245,13 @@ def _entries(state: Mapping[str, Any], dtype: torch.dtype | None) -> list[Entry]
     for known in names.values():
         value = state[known[0]]
         target = dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
-        make = lambda v=value, t=target: v.contiguous().to(t)  # noqa: E731
-        entries.append(Entry(known[0], torch.Size(value.shape), target, make, tuple(known[1:])))
+        fill = value.into if isinstance(value, GatheredTensor) else functools.partial(_copy, value)
+        entries.append(Entry(known[0], torch.Size(value.shape), target, fill, tuple(known[1:])))
     return entries
+
+
+def _copy(tensor: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(tensor)
 
 
 def convert_zero_checkpoint_to_state_dict(
