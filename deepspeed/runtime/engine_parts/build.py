@@ -77,7 +77,8 @@ def build_optimizer_and_shards(
         plan.shard_device,
         shards,
     )
-    master.attach(_torch_optimizer(client_optimizer, config, master, master_device, offload))
+    optimizer = _torch_optimizer(client_optimizer, config, master, master_device, offload)
+    master.attach(optimizer, zero.split_master_weights)
     reducer = sharded.form_units(is_leaf, shards, config.communication_data_type)
     assert reducer is not None
     sharded.fetcher.warn_on_change = zero.log_trace_cache_warnings

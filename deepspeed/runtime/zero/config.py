@@ -106,6 +106,11 @@ class DeepSpeedZeroConfig(ConfigSection):
     sub_group_size: NonNegativeInt = acted(
         1_000_000_000, by="zero core (master)", doc="shard elements per step group; 0 makes one group per parameter"
     )
+    split_master_weights: bool | None = acted(
+        None,
+        by="zero core (master)",
+        doc="keep fp32 masters as the bf16 shard and 16 low bits, exact, 2 bytes a parameter less; null: on CUDA",
+    )
     overlap_comm: bool | None = acted(
         None, by="zero core (grads)", doc="overlap reductions with the backward; null is true for stage 3"
     )

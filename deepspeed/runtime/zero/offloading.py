@@ -90,7 +90,7 @@ def _tensors(optimizer: DeepSpeedZeroOptimizer_Stage3, kind: OffloadStateTypeEnu
             value for state in states for value in state.values() if isinstance(value, torch.Tensor) and value.dim()
         ]
     if kind is Kinds.hp_params:
-        return [sub.master for sub in master.sub_groups]
+        return [sub.master if sub.low is None else sub.low for sub in master.sub_groups]
     if kind is Kinds.lp_params:
         flats = [sub.shards for sub in master.sub_groups if sub.shards is not None and not sub.aliased]
         return [*flats, *(p.shard for p in optimizer.sharded.params.values() if p not in master.flat_params)]

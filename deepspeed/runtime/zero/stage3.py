@@ -104,8 +104,8 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """This rank's fp32 master shards: one 1-D tensor per sub-group."""
-        return [sub.master for sub in self.master.sub_groups]
+        """This rank's fp32 master shards: one 1-D tensor per sub-group; copies where masters are split."""
+        return [sub.fp32() for sub in self.master.sub_groups]
 
     @property
     def fp16_groups(self) -> list[list[torch.nn.Parameter]]:
@@ -284,7 +284,7 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
     def refresh_fp32_params(self) -> None:
         """Set the masters from the shards. Writes through ``GatheredParameters`` do so by themselves."""
         for p in self.master.places:
-            self.master.accept_edit(p)
+            self.master.refresh(p)
 
     def export_state(self) -> Zero3State:
         """Everything of this rank that a checkpoint holds: views, no copies."""
@@ -312,15 +312,14 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
         return {
             "zero_stage": 3,
             "optimizer_state_dict": self.master.optimizer.state_dict(),
-            "fp32_flat_groups": [sub.master for sub in self.master.sub_groups],
+            "fp32_flat_groups": [sub.fp32() for sub in self.master.sub_groups],
             "loss_scaler": self.loss_scaler.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any], *_: Any, **__: Any) -> None:
         """Restore what ``state_dict`` of the same rank and world size gave."""
         for sub, flat in zip(self.master.sub_groups, state["fp32_flat_groups"], strict=True):
-            sub.master.copy_(flat)
-            sub.write_back()
+            sub.write(flat)
         self.master.optimizer.load_state_dict(state["optimizer_state_dict"])
         self.loss_scaler.load_state_dict(state["loss_scaler"])
         self.sharded.fetcher.weights_changed()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Between the core's live shards and the dataclasses that checkpoints are written from and read into.
 
-Exporting makes views, no copies. Importing writes primary shards and masters as a new version and leaves no copy of old
-weights valid (hpZ promise H2). Everything was checked before: importing does not fail half-way on a bad file.
+Exporting makes views, no copies; only split masters are joined, in host memory. Importing writes primary shards and
+masters as a new version and leaves no copy of old weights valid (hpZ promise H2). Everything was checked before:
+importing does not fail half-way on a bad file.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from deepspeed.errors import CheckpointMismatch
 from .core.master import MasterWeights
 from .core.model import ShardedModel
 from .core.param import ShardedParam
+
+CPU = torch.device("cpu")
 
 
 def shared_names(module: nn.Module) -> dict[str, str]:
@@ -69,7 +72,7 @@ def export_training_state(
                 param_group=sub.group_index,
                 names=[p.name for p in sub.params],
                 shapes=[p.shape for p in sub.params],
-                fp32=sub.master,
+                fp32=sub.fp32(CPU),
                 state={key: value for key, value in state.items() if value is not None},
             )
         )
@@ -109,8 +112,7 @@ def import_training_state(
             f"the checkpoint was cut into {len(state.sub_groups)} sub-groups, this engine has {len(master.sub_groups)}"
         )
     for sub, saved in zip(master.sub_groups, state.sub_groups, strict=True):
-        sub.master.copy_(saved.fp32)
-        sub.write_back()
+        sub.write(saved.fp32)
         if load_optimizer_states:
             _import_optimizer_state(master, sub.master, saved.state)
     if load_optimizer_states:

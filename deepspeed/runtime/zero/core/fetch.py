@@ -248,6 +248,8 @@ def partition_params(
 def write_primary(p: ShardedParam, full: torch.Tensor) -> None:
     """Write this rank's slice of ``full`` (``p.shape``) to the primary shard, as a new version."""
     piece = p.shard_of(full)
+    if p.edits is not None:
+        p.edits.before_edit(p, piece)
     if piece.numel() and not (p.unit.aliased and piece.data_ptr() == p.shard.data_ptr()):
         p.shard[: piece.numel()].copy_(piece)
     p.wrote_primary()

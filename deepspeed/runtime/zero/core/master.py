@@ -1,102 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Master weights in a few flat tensors, stepped by a torch optimizer, and the write-back to the shards.
+"""Master weights in a few flat tensors (``subgroup``), and the torch optimizer that steps them (``stepping``).
 
-Invariants:
-- A sub-group is a run of one optimizer group's parameters; its flat tensors (master, shard, gradient) hold this rank's
-  slices one after another without gaps. That is the checkpoint format's flat group, too.
-- ``shard == master rounded to the parameter's dtype`` always holds. For fp32 parameters the master *is* the shard.
-- Whoever writes weights writes both and bumps the version.
+Invariant: whoever writes weights writes master and shard, and bumps the version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from deepspeed.errors import ConfigError
 
-from . import layout
+from . import layout, stepping
 from .grads import GradShards
 from .param import ShardedParam
 from .scaling import Verdict
-
-STEP_CHUNK = 1 << 26
-"""Elements whose gradients are converted to fp32 and stepped together: bounds the temporary memory of a step."""
-
-
-class SubGroup:
-    """A run of one optimizer group's parameters and their flat tensors.
-
-    Attributes:
-        master: 1-D fp32, what the optimizer steps; ``shards``: 1-D view over the parameters' shards where they have one
-        dtype, else None.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        group_index: int,
-        params: list[ShardedParam],
-        device: torch.device,
-        master_device: torch.device,
-    ) -> None:
-        self.index, self.group_index, self.params = index, group_index, params
-        self.sizes = [p.shard.numel() for p in params]
-        self.numel = sum(self.sizes)
-        dtypes = {p.dtype for p in params}
-        self.shards: torch.Tensor | None = None
-        if len(dtypes) == 1:
-            self.shards = torch.empty(self.numel, dtype=dtypes.pop(), device=device)
-        if self.shards is not None and self.shards.dtype == torch.float32 and device == master_device:
-            self.master = self.shards
-        else:
-            self.master = torch.empty(self.numel, dtype=torch.float32, device=master_device)
-        self.masters = list(self.master.split(self.sizes))
-        self._adopt()
-
-    @property
-    def aliased(self) -> bool:
-        """Whether the master is the shard (fp32 parameters)."""
-        return self.master is self.shards
-
-    def _adopt(self) -> None:
-        """Move the parameters' shards into the flat tensors."""
-        pieces = self.shards.split(self.sizes) if self.shards is not None else [None] * len(self.params)
-        for p, piece, master in zip(self.params, pieces, self.masters, strict=True):
-            master.copy_(p.shard)
-            if piece is not None:
-                piece.copy_(p.shard)
-                p.shard = piece
-
-    def renew_views(self) -> None:
-        """Make the views of the flat tensors anew after their data moved."""
-        self.masters = list(self.master.split(self.sizes))
-        if self.shards is not None:
-            for p, piece in zip(self.params, self.shards.split(self.sizes), strict=True):
-                p.shard = piece
-
-    def write_back(self) -> None:
-        """Round the master into the shards, as a new version."""
-        if self.shards is None:
-            torch._foreach_copy_([p.shard for p in self.params], list(self.masters))
-        elif not self.aliased:
-            self.shards.copy_(self.master)
-        for p in self.params:
-            p.version += 1
-            p.unit.fresh = False
-
-    def readopt_shards(self) -> None:
-        """Take shards back that a user moved away (``param.ds_tensor.data = ...``) and returned elsewhere."""
-        if self.shards is None:
-            return
-        pointer, step = self.shards.data_ptr(), self.shards.element_size()
-        for p, size, piece in zip(self.params, self.sizes, self.shards.split(self.sizes), strict=True):
-            if size and p.shard.data_ptr() != pointer:
-                piece.copy_(p.shard)
-                p.shard.data = piece
-            pointer += size * step
+from .subgroup import SubGroup
 
 
 class MasterWeights:
@@ -131,7 +51,12 @@ class MasterWeights:
                     self.places[p] = (sub, position)
                     p.edits = self
         self.optimizer: torch.optim.Optimizer = None  # type: ignore[assignment]  # set by attach
-        self.device_scaled = False
+        self.stepper: stepping.Stepper = None  # type: ignore[assignment]
+
+    @property
+    def device_scaled(self) -> bool:
+        """Whether the step reads scale and skip flag on the device, so that nobody has to wait for them."""
+        return self.stepper.device_scaled
 
     @property
     def flat_params(self) -> set[ShardedParam]:
@@ -150,8 +75,15 @@ class MasterWeights:
             for index, options in enumerate(self.group_options)
         ]
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step with ``optimizer``: its parameter groups hold the flat masters from now on."""
+    def attach(self, optimizer: torch.optim.Optimizer, split: bool | None = False) -> None:
+        """Step with ``optimizer``: its parameter groups hold the flat masters from now on.
+
+        Args:
+            split: keep masters as bf16 shards and their low halves; None: where that is the faster way, too.
+
+        Raises:
+            ConfigError: another number of groups; or ``split``, and optimizer or dtype do not allow it.
+        """
         if len(optimizer.param_groups) != len(self.group_options):
             raise ConfigError(
                 f"the optimizer has {len(optimizer.param_groups)} parameter groups, its parameters were given in "
@@ -160,15 +92,14 @@ class MasterWeights:
         for group, flat in zip(optimizer.param_groups, self.flat_groups(), strict=True):
             group["params"] = flat["params"]
         self.optimizer = optimizer
-        # torch's marker of fused kernels that divide by `grad_scale` and heed `found_inf` on the device
-        self.device_scaled = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self.stepper = stepping.choose(optimizer, self.sub_groups, self.master_device, split)
 
     # -- one parameter's views
 
     def master_of(self, p: ShardedParam) -> torch.Tensor:
-        """1-D fp32 master shard of ``p``."""
+        """1-D fp32 master shard of ``p``, to be read: a view, or a copy where masters are split."""
         sub, position = self.places[p]
-        return sub.masters[position]
+        return sub.fp32_of(position)
 
     def state_of(self, p: ShardedParam, key: str) -> torch.Tensor:
         """1-D shard of the optimizer state ``key`` of ``p``.
@@ -181,18 +112,32 @@ class MasterWeights:
 
     def set_master(self, p: ShardedParam, values: torch.Tensor) -> None:
         """Write fp32 ``values`` (at most a shard's elements) to master and shard of ``p``, as a new version."""
-        self.master_of(p)[: values.numel()].copy_(values)
-        p.shard.copy_(self.master_of(p))
+        sub, position = self.places[p]
+        sub.write_of(position, values)
         p.wrote_primary()
 
+    def before_edit(self, p: ShardedParam, piece: torch.Tensor) -> None:
+        """A user is about to write ``piece`` to the start of the shard of ``p``."""
+        if p not in self.places:
+            return
+        sub, position = self.places[p]
+        if sub.low is None:
+            return
+        shard, piece = p.shard[: piece.numel()], piece.to(p.shard)
+        low = sub.low_of(position)[: piece.numel()]
+        low.masked_fill_((shard != piece) & ~(shard.isnan() & piece.isnan()), 0)
+
     def accept_edit(self, p: ShardedParam) -> None:
-        """The shard of ``p`` was written by a user: carry what changed to the master.
+        """The shard of ``p`` was written by a user, announced by ``before_edit``: carry what changed to the master.
 
         Elements whose rounded value is what it was keep their full precision.
         """
         if p not in self.places:
             return
-        master = self.master_of(p)
+        sub, position = self.places[p]
+        if sub.low is not None:
+            return
+        master = sub.masters[position]
         if master.data_ptr() == p.shard.data_ptr():
             return
         shard = p.shard.to(master.device)
@@ -200,44 +145,26 @@ class MasterWeights:
         same = (shard == before) | (shard.isnan() & before.isnan())
         master.copy_(torch.where(same, master, shard.float()))
 
+    def refresh(self, p: ShardedParam) -> None:
+        """The shard of ``p`` may have been written without notice: make the master agree. Split masters then lose
+        what the shard does not hold, since nothing tells which elements changed."""
+        sub, position = self.places[p]
+        if sub.low is not None:
+            sub.low_of(position).zero_()
+        else:
+            self.accept_edit(p)
+
     # -- step
 
     def step(self, verdict: Verdict) -> None:
         """Step every sub-group unless the verdict says skip, and write the shards."""
         for sub in self.sub_groups:
             sub.readopt_shards()
-        scale = verdict.scale.to(self.master_device)
-        skip = verdict.skip.to(self.master_device)
         if not self.device_scaled and not verdict.check():
             return
-        for chunk in self._chunks():
-            for sub in chunk:
-                grad = self.grads.flats[sub.index]
-                if self.device_scaled:
-                    sub.master.grad = grad.to(device=self.master_device, dtype=torch.float32)
-                else:
-                    sub.master.grad = grad.to(device=self.master_device, dtype=torch.float32) / scale
-            if self.device_scaled:
-                self.optimizer.grad_scale = scale  # type: ignore[attr-defined]
-                self.optimizer.found_inf = skip  # type: ignore[attr-defined]
-            try:
-                self.optimizer.step()
-            finally:
-                for sub in chunk:
-                    sub.master.grad = None
-        if self.device_scaled and self.grads.dtype is torch.float32 and self.grads.device == self.master_device:
-            self.grads.divided_by = verdict.scale  # the fused kernel wrote the unscaled gradient back
+        scale = verdict.scale.to(self.master_device)
+        skip = verdict.skip.to(self.master_device)
+        if self.stepper.step(self.sub_groups, self.grads.flats, scale, skip):
+            self.grads.divided_by = verdict.scale
         for sub in self.sub_groups:
-            sub.write_back()
-
-    def _chunks(self) -> Iterable[list[SubGroup]]:
-        chunk: list[SubGroup] = []
-        filled = 0
-        for sub in self.sub_groups:
-            if chunk and filled + sub.numel > STEP_CHUNK:
-                yield chunk
-                chunk, filled = [], 0
-            chunk.append(sub)
-            filled += sub.numel
-        if chunk:
-            yield chunk
+            sub.wrote()

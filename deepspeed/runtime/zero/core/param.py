@@ -168,6 +168,8 @@ class Checks(Protocol):
 class EditSink(Protocol):
     """Who must hear of weights written from outside the optimizer: the master weights."""
 
+    def before_edit(self, p: ShardedParam, piece: torch.Tensor) -> None: ...
+
     def accept_edit(self, p: ShardedParam) -> None: ...
 
 

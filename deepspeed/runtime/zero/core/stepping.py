@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an optimizer's arithmetic is run over the flat tensors of sub-groups.
+
+Three ways, fastest first; the optimizer's ``state`` has the layout of torch in all of them:
+
+- ``OnePass``: Adam and AdamW in one kernel that reads the reduced gradient as it is and writes the shard
+  (``deepspeed.ops.fused_step``), on CUDA, and wherever masters are split;
+- ``Sliced``: Adam and AdamW on torch's fused kernel, slice by slice, so that the fp32 copy of the gradient is small;
+- ``Own``: any other optimizer's own ``step`` on a few sub-groups at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from deepspeed.errors import ConfigError
+from deepspeed.ops import fused_step
+from deepspeed.ops.fused_step import AdamStep, Shard
+
+from .subgroup import SubGroup
+
+STEP_CHUNK = 1 << 26
+"""Elements whose gradients are converted to fp32 together: bounds the temporary memory of a step."""
+
+
+class Stepper(Protocol):
+    """Steps sub-groups with one optimizer.
+
+    ``device_scaled``: the scale and the skip flag are read on the device; else the caller has checked the flag.
+    """
+
+    device_scaled: bool
+
+    def step(self, subs: list[SubGroup], grads: list[torch.Tensor], scale: torch.Tensor, skip: torch.Tensor) -> bool:
+        """Step every sub-group, ``grads[sub.index]`` divided by ``scale``, and write the shards; nothing changes where
+        ``skip`` is not zero. Returns whether the gradients were divided in place."""
+        ...
+
+
+def choose(optimizer: torch.optim.Optimizer, subs: list[SubGroup], device: torch.device, split: bool | None) -> Stepper:
+    """The fastest way that gives what ``optimizer.step()`` would.
+
+    Args:
+        split: change sub-groups to the split layout; None: if the one-pass kernel will run.
+
+    Raises:
+        ConfigError: ``split`` is true and cannot be.
+    """
+    adam = is_fused_adam(optimizer)
+    kernel = adam and fused_step.kernel_is_available(device.type)
+    if split or (split is None and kernel):
+        done = adam and all([sub.split_masters() for sub in subs if sub.numel])
+        if split and not done:
+            raise ConfigError(
+                "zero_optimization.split_master_weights: true needs bf16 parameters on the device of the optimizer, "
+                "more than one rank, and a fused Adam or AdamW without amsgrad (the configured one, or torch's with "
+                "fused=True)"
+            )
+    if kernel or any(sub.low is not None for sub in subs):
+        return OnePass(optimizer)
+    return Sliced(optimizer) if adam else Own(optimizer)
+
+
+def is_fused_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer.step()`` is torch's fused Adam or AdamW in a form that this module runs itself."""
+    name = getattr(type(optimizer).step, "__qualname__", "")
+    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) or name not in ("Adam.step", "AdamW.step"):
+        return False
+    return all(_runs_fused(group) for group in optimizer.param_groups)
+
+
+def _runs_fused(group: dict[str, Any]) -> bool:
+    odd = any(group.get(key) for key in ("amsgrad", "maximize", "differentiable", "capturable"))
+    numbers = [group["lr"], *group["betas"], group["eps"], group["weight_decay"]]
+    return bool(group.get("fused")) and not odd and all(isinstance(number, (int, float)) for number in numbers)
+
+
+class _Adam:
+    """What both ways of running Adam here share: options, state, the step counts."""
+
+    device_scaled = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self, subs: list[SubGroup], grads: list[torch.Tensor], scale: torch.Tensor, skip: torch.Tensor) -> bool:
+        """See ``Stepper.step``."""
+        subs = [sub for sub in subs if sub.numel]
+        states = [self._state(sub) for sub in subs]
+        if not subs:
+            return False
+        optimizer = self.optimizer
+        for hook in optimizer._optimizer_step_pre_hooks.values():
+            hook(optimizer, (), {})
+        torch._foreach_add_([state["step"] for state in states], 1.0 - skip)
+        divided = False
+        for sub, state in zip(subs, states, strict=True):
+            options = self._options(optimizer.param_groups[sub.group_index])
+            divided |= self._one(sub, state, grads[sub.index], scale, skip, options)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look for
+        for hook in optimizer._optimizer_step_post_hooks.values():
+            hook(optimizer, (), {})
+        return divided
+
+    def _one(
+        self,
+        sub: SubGroup,
+        state: dict[str, Any],
+        grad: torch.Tensor,
+        scale: torch.Tensor,
+        skip: torch.Tensor,
+        options: AdamStep,
+    ) -> bool:
+        raise NotImplementedError
+
+    def _options(self, group: dict[str, Any]) -> AdamStep:
+        beta1, beta2 = group["betas"]
+        decoupled = group.get("decoupled_weight_decay", isinstance(self.optimizer, torch.optim.AdamW))
+        return AdamStep(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], bool(decoupled))
+
+    def _state(self, sub: SubGroup) -> dict[str, Any]:
+        state = self.optimizer.state[sub.master]
+        device = sub.master.device
+        if "exp_avg" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            state["exp_avg"] = torch.zeros(sub.numel, dtype=torch.float32, device=device)
+            state["exp_avg_sq"] = torch.zeros(sub.numel, dtype=torch.float32, device=device)
+        elif state["step"].device != device:
+            state["step"] = state["step"].to(device)
+        return state
+
+
+class OnePass(_Adam):
+    """Gradient as it is reduced, master (or its halves), moments and shard in one pass."""
+
+    def _one(
+        self,
+        sub: SubGroup,
+        state: dict[str, Any],
+        grad: torch.Tensor,
+        scale: torch.Tensor,
+        skip: torch.Tensor,
+        options: AdamStep,
+    ) -> bool:
+        halves = sub.low is not None
+        flat = sub.shards is not None and not sub.aliased and sub.shards.device == sub.master.device
+        work = Shard(
+            grad.to(sub.master.device),
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            sub.shards if flat else None,
+            None if halves else sub.master,
+            sub.low,
+            state["step"],
+        )
+        fused_step.apply(work, scale, skip, options)
+        if not flat:
+            sub.write_back()
+        return False
+
+
+class Sliced(_Adam):
+    """torch's fused kernel on slices of ``STEP_CHUNK`` elements."""
+
+    def _one(
+        self,
+        sub: SubGroup,
+        state: dict[str, Any],
+        grad: torch.Tensor,
+        scale: torch.Tensor,
+        skip: torch.Tensor,
+        options: AdamStep,
+    ) -> bool:
+        kernel = torch._fused_adamw_ if options.decoupled else torch._fused_adam_
+        device, step = sub.master.device, state["step"]
+        for start in range(0, sub.numel, STEP_CHUNK):
+            part = slice(start, min(start + STEP_CHUNK, sub.numel))
+            kernel(
+                [sub.master[part]],
+                [grad[part].to(device=device, dtype=torch.float32)],
+                [state["exp_avg"][part]],
+                [state["exp_avg_sq"][part]],
+                [],
+                [step],
+                lr=options.lr,
+                beta1=options.beta1,
+                beta2=options.beta2,
+                weight_decay=options.weight_decay,
+                eps=options.eps,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=scale,
+                found_inf=skip,
+            )
+        sub.write_back()
+        return grad.dtype is torch.float32 and grad.device == device  # torch's kernel writes the quotient back
+
+
+class Own:
+    """The optimizer's own step; gradients of a few sub-groups at a time are converted to fp32."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        # torch's marker of fused kernels that divide by `grad_scale` and heed `found_inf` on the device
+        self.device_scaled = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+    def step(self, subs: list[SubGroup], grads: list[torch.Tensor], scale: torch.Tensor, skip: torch.Tensor) -> bool:
+        """See ``Stepper.step``."""
+        divided = False
+        for chunk in _chunks(subs):
+            for sub in chunk:
+                grad = grads[sub.index]
+                divided |= grad.dtype is torch.float32 and grad.device == sub.master.device
+                full = grad.to(device=sub.master.device, dtype=torch.float32)
+                sub.master.grad = full if self.device_scaled else full / scale
+            if self.device_scaled:
+                self.optimizer.grad_scale = scale  # type: ignore[attr-defined]
+                self.optimizer.found_inf = skip  # type: ignore[attr-defined]
+            try:
+                self.optimizer.step()
+            finally:
+                for sub in chunk:
+                    sub.master.grad = None
+        for sub in subs:
+            sub.write_back()
+        return divided and self.device_scaled
+
+
+def _chunks(subs: Iterable[SubGroup]) -> Iterator[list[SubGroup]]:
+    chunk: list[SubGroup] = []
+    filled = 0
+    for sub in subs:
+        if chunk and filled + sub.numel > STEP_CHUNK:
+            yield chunk
+            chunk, filled = [], 0
+        chunk.append(sub)
+        filled += sub.numel
+    if chunk:
+        yield chunk

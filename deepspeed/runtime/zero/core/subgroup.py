@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run of one optimizer group's parameters and their flat tensors: shards, fp32 masters, or the masters' low halves.
+
+Invariants:
+- The flat tensors hold this rank's slices one after another without gaps. That is the checkpoint format's flat group.
+- ``shards == masters rounded to the parameters' dtype`` always holds. For fp32 parameters the master *is* the shard.
+- In the split layout (bf16, see ``deepspeed.ops.fused_step``) the shard is the rounded upper half of the fp32 master
+  and ``low`` is the rest. ``master`` is then the key of the optimizer's state and has no memory; ``fp32`` gives values.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from deepspeed.ops import fused_step
+
+from .param import ShardedParam
+
+
+class SubGroup:
+    """A run of one optimizer group's parameters and their flat tensors.
+
+    Attributes:
+        master: 1-D fp32, what the optimizer steps; ``shards``: 1-D over the parameters' shards where they have one
+        dtype, else None; ``low``: 1-D int16 in the split layout, else None.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        group_index: int,
+        params: list[ShardedParam],
+        device: torch.device,
+        master_device: torch.device,
+    ) -> None:
+        self.index, self.group_index, self.params = index, group_index, params
+        self.sizes = [p.shard.numel() for p in params]
+        self.numel = sum(self.sizes)
+        dtypes = {p.dtype for p in params}
+        self.shards: torch.Tensor | None = None
+        if len(dtypes) == 1:
+            self.shards = torch.empty(self.numel, dtype=dtypes.pop(), device=device)
+        if self.shards is not None and self.shards.dtype == torch.float32 and device == master_device:
+            self.master = self.shards
+        else:
+            self.master = torch.empty(self.numel, dtype=torch.float32, device=master_device)
+        self.low: torch.Tensor | None = None
+        self.masters = list(self.master.split(self.sizes))
+        self._adopt()
+
+    @property
+    def aliased(self) -> bool:
+        """Whether the master is the shard (fp32 parameters)."""
+        return self.master is self.shards
+
+    def _adopt(self) -> None:
+        """Move the parameters' shards into the flat tensors."""
+        pieces = self.shards.split(self.sizes) if self.shards is not None else [None] * len(self.params)
+        for p, piece, master in zip(self.params, pieces, self.masters, strict=True):
+            master.copy_(p.shard)
+            if piece is not None:
+                piece.copy_(p.shard)
+                p.shard = piece
+
+    # -- layouts
+
+    def split_masters(self) -> bool:
+        """Change to the split layout and free the fp32 masters; False where that cannot be.
+
+        In a world of one, full weights are the shards, and an edit in place could not be told from what was there.
+        """
+        if self.shards is None or self.shards.dtype is not torch.bfloat16 or self.shards.device != self.master.device:
+            return False
+        if self.params[0].groups.primary.size == 1:
+            return False
+        self.low = torch.empty(self.numel, dtype=torch.int16, device=self.master.device)
+        fused_step.split(self.master, self.shards, self.low)
+        self.masters = []
+        self.master.untyped_storage().resize_(0)
+        return True
+
+    def fp32(self, device: torch.device | None = None) -> torch.Tensor:
+        """The fp32 master weights (1-D): the tensor itself, or a new one (on ``device``) in the split layout."""
+        if self.low is None:
+            return self.master
+        assert self.shards is not None
+        out = torch.empty(self.numel, dtype=torch.float32, device=device or self.shards.device)
+        return fused_step.join(self.shards, self.low, out)
+
+    def fp32_of(self, position: int) -> torch.Tensor:
+        """The fp32 master weights of one parameter (1-D): a view, or a new tensor in the split layout."""
+        if self.low is None:
+            return self.masters[position]
+        return fused_step.join(self.params[position].shard, self.low_of(position))
+
+    def low_of(self, position: int) -> torch.Tensor:
+        """The low halves of one parameter's masters; split layout only."""
+        assert self.low is not None
+        start = sum(self.sizes[:position])
+        return self.low[start : start + self.sizes[position]]
+
+    def write(self, values: torch.Tensor) -> None:
+        """Set masters and shards from fp32 ``values`` (numel, any device), as a new version."""
+        if self.low is not None:
+            assert self.shards is not None
+            for start in range(0, self.numel, fused_step.SLICE):
+                part = slice(start, min(start + fused_step.SLICE, self.numel))
+                fused_step.split(values[part].to(self.low.device), self.shards[part], self.low[part])
+        else:
+            self.master.copy_(values)
+            self.write_back()
+        self.wrote()
+
+    def write_of(self, position: int, values: torch.Tensor) -> None:
+        """Set the first elements of one parameter's master and shard from fp32 ``values``."""
+        p, n = self.params[position], values.numel()
+        if self.low is not None:
+            fused_step.split(values.to(self.low.device, torch.float32), p.shard[:n], self.low_of(position)[:n])
+        else:
+            self.masters[position][:n].copy_(values)
+            p.shard.copy_(self.masters[position])
+
+    def renew_views(self) -> None:
+        """Make the views of the flat tensors anew after their data moved."""
+        self.masters = [] if self.low is not None else list(self.master.split(self.sizes))
+        if self.shards is not None:
+            for p, piece in zip(self.params, self.shards.split(self.sizes), strict=True):
+                p.shard = piece
+
+    def write_back(self) -> None:
+        """Round the masters into the shards."""
+        if self.shards is None:
+            torch._foreach_copy_([p.shard for p in self.params], list(self.masters))
+        elif not self.aliased and self.low is None:
+            self.shards.copy_(self.master)
+
+    def wrote(self) -> None:
+        """The shards hold new weights, as a new version."""
+        for p in self.params:
+            p.version += 1
+            p.unit.fresh = False
+
+    def readopt_shards(self) -> None:
+        """Take shards back that a user moved away (``param.ds_tensor.data = ...``) and returned elsewhere."""
+        if self.shards is None:
+            return
+        pointer, step = self.shards.data_ptr(), self.shards.element_size()
+        for p, size, piece in zip(self.params, self.sizes, self.shards.split(self.sizes), strict=True):
+            if size and p.shard.data_ptr() != pointer:
+                piece.copy_(p.shard)
+                p.shard.data = piece
+            pointer += size * step
