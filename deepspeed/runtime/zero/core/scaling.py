@@ -44,6 +44,23 @@ def summarise(slices: list[torch.Tensor], device: torch.device) -> tuple[torch.T
     return norms.square().sum(), torch.where(norms.isfinite(), NO_BAD, codes).min()
 
 
+class OnHost:
+    """A device scalar on its way to the host. Reading it waits for that copy, not for what was queued since."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value, self.arrived = value, None
+        if value.device.type == "cuda":
+            self.value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+            self.value.copy_(value, non_blocking=True)
+            self.arrived = torch.cuda.current_stream(value.device).record_event()
+
+    def read(self) -> float:
+        """The value."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return float(self.value)
+
+
 @dataclass(frozen=True)
 class NonFinite:
     """Where a gradient is not finite: ``kind`` is "NaN" or "Inf"; the shard of ``param`` that ``rank`` holds."""
@@ -74,13 +91,16 @@ class Verdict:
     names: list[str] = field(default_factory=list)
     log: list[int] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.skip_on_host = OnHost(self.skip)
+
     def check(self) -> bool:
         """Whether the step is applied; asks the device, so it may wait.
 
         Raises:
             CollectiveMismatch: ranks issued different collectives since the last step.
         """
-        if not float(self.skip):
+        if not self.skip_on_host.read():
             return True
         prints = self.rows[:, PRINT].tolist()
         if len(set(prints)) > 1:
