@@ -116,7 +116,7 @@ def expected(model: str) -> dict[str, Any]:
     return run_ranks(plain, 1, model, init_group=False)[0]
 
 
-@pytest.mark.parametrize("hpz", [1, 2])
+@pytest.mark.parametrize("hpz", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_loop_equals_plain_torch_and_state_comes_back(
     hpz: int, model: str, expected: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -93,7 +93,7 @@ def expected() -> list[list[list[int]]]:
     return run_ranks(plain, 1, init_group=False)[0]
 
 
-@pytest.mark.parametrize("hpz", [1, 2])
+@pytest.mark.parametrize("hpz", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_generate_equals_plain(hpz: int, expected: list[list[list[int]]]) -> None:
     assert expected[0] != expected[1]
     for rank, got in enumerate(run_ranks(sharded, WORLD, hpz, timeout=120)):

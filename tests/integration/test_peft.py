@@ -97,7 +97,9 @@ def expected(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return run_ranks(lora, 1, model, str(tmp_path_factory.mktemp("plain")), None, False, init_group=False)[0]
 
 
-@pytest.mark.parametrize(("hpz", "checkpointing"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("hpz", "checkpointing"), [pytest.param(1, False, marks=pytest.mark.slow), (2, False), (2, True)]
+)
 def test_lora_equals_plain_and_saves_full_tensors(
     hpz: int, checkpointing: bool, model: str, expected: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -151,7 +151,7 @@ def expected(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
     }
 
 
-@pytest.mark.parametrize("hpz", [1, 2])
+@pytest.mark.parametrize("hpz", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_train_evaluate_best_model_resume(
     hpz: int, models: dict[str, str], expected: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -180,7 +180,7 @@ def read_saved(path: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("hpz", [1, 2])
+@pytest.mark.parametrize("hpz", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_gradient_checkpointing_and_accumulation(
     checkpointing: str, hpz: int, models: dict[str, str], expected: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -243,7 +243,7 @@ def evaluate_only(path: str, out: str, hpz: int | None) -> dict[str, Any]:
     return {"losses": [first, again], "logits": torch.tensor(predicted.predictions)}
 
 
-@pytest.mark.parametrize("hpz", [1, 2])
+@pytest.mark.parametrize("hpz", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_evaluate_and_predict_without_training(hpz: int, models: dict[str, str], tmp_path: Path) -> None:
     [want] = run_ranks(evaluate_only, 1, models["llama"], str(tmp_path / "plain"), None, init_group=False, timeout=120)
     for got in run_ranks(evaluate_only, 4, models["llama"], str(tmp_path / "sharded"), hpz, timeout=120):

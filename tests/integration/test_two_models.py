@@ -111,7 +111,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(folder / "policy"), str(folder / "policy")
 
 
-@pytest.mark.parametrize("hpz", [1, 2])
+@pytest.mark.parametrize("hpz", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_engines_equal_two_solo_runs(hpz: int, models: tuple[str, str]) -> None:
     alone = run_ranks(solo, WORLD, *models, timeout=120)
     for got, want in zip(run_ranks(both, WORLD, *models, hpz, timeout=120), alone, strict=True):
