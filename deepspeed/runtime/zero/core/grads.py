@@ -66,9 +66,8 @@ class GradShards:
 
     def renew_views(self) -> None:
         """Make each parameter's slice anew after the flat buffers were allocated or moved."""
-        self.slices = {
-            p: self.flats[group][start : start + p.shard.numel()] for p, (group, start) in self.places.items()
-        }
+        places = self.places if self.flats else {}
+        self.slices = {p: self.flats[group][start : start + p.shard.numel()] for p, (group, start) in places.items()}
 
     def free(self) -> None:
         """Give the memory back."""
