@@ -18,7 +18,7 @@ VENV_FLAGS := $(if $(HAS_GPU),$(shell $(PYTHON) -c 'import torch' 2>/dev/null &&
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: test demo lint types unit clean
+.PHONY: test demo lint types unit multihost-tools clean
 
 test: lint types unit
 
@@ -33,6 +33,12 @@ unit: $(VENV)/ready
 
 demo: $(VENV)/ready-demo
 	$(BIN)/python examples/finetune_demo.py
+
+# What the tests on several hosts use (Debian, root). Without it they are skipped and say so.
+multihost-tools:
+	@command -v sshd pdsh mpirun.openmpi mpirun.mpich ip >/dev/null || { apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+	  openssh-server openssh-client pdsh iproute2 openmpi-bin mpich; }
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

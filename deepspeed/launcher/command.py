@@ -77,9 +77,13 @@ def script_command(
 
 
 def torchrun_command(
-    spec: LaunchSpec, *, ranks: int, min_nodes: int, max_nodes: int, max_restarts: int, job_id: str
+    spec: LaunchSpec, *, ranks: int, min_nodes: int, max_nodes: int, max_restarts: int, job_id: str, is_host: bool
 ) -> list[str]:
-    """The elastic agent of one host: torch's own, which starts the ranks and restarts them."""
+    """The elastic agent of one host: torch's own, which starts the ranks and restarts them.
+
+    `is_host`: this host holds the rendezvous. The agent would guess it from host names, which fails where an address
+    and a host's own name do not match.
+    """
     return [
         spec.python,
         "-u",
@@ -91,6 +95,7 @@ def torchrun_command(
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={spec.master_addr}:{spec.master_port}",
         f"--rdzv-id={job_id}",
+        f"--rdzv-conf=is_host={'true' if is_host else 'false'}",
         *(["--no-python"] if spec.no_python else []),
         *(["--module"] if spec.module else []),
         spec.script,

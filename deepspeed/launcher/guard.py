@@ -5,8 +5,8 @@ The kernel's parent-death signal ends each rank, but not what a rank started (a 
 holds the read end of a pipe whose write end only the launcher has. When the launcher ends, however it ends, the pipe
 closes, and the guard kills what is left of the sessions whose ids came through the pipe.
 
-What must hold: the guard kills only processes of a recorded session that also carry the launcher's mark in their
-environment; it ends right after the launcher.
+What must hold: the guard kills only processes of a recorded session, and their descendants, that also carry the
+launcher's mark in their environment; it ends right after the launcher.
 """
 
 from __future__ import annotations
@@ -67,5 +67,5 @@ def _watch(reader: int, mark: str) -> None:
         with contextlib.suppress(OSError):
             with open(f"/proc/{pid}/environ", "rb") as file:
                 marked = f"{MARK}={mark}".encode() in file.read().split(b"\0")
-            if marked and os.getsid(pid) in sessions:
+            if marked:
                 os.kill(pid, signal.SIGKILL)

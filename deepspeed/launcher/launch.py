@@ -238,6 +238,7 @@ def _spawn_agent(options: argparse.Namespace, node: Node, env: dict[str, str], s
         max_nodes=options.max_elastic_nodes if options.max_elastic_nodes > 0 else nodes,
         max_restarts=options.max_restarts,
         job_id=f"deepspeed-{options.master_port}",
+        is_host=node.index == 0,
     )
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "LOCAL_WORLD_SIZE"):
         env.pop(name, None)

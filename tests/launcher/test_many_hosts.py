@@ -229,6 +229,46 @@ def test_secrets_are_not_logged(start: StartJob) -> None:
     assert "s3cret" not in text
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["pdsh", "openmpi"])
+def test_hpz_across_two_hosts(start: StartJob, backend: str) -> None:
+    """Two hosts with an hpZ group each: the losses are plain torch's, and the backward pass stays inside the hosts."""
+    from tests.launcher import hpz_worker
+
+    env = {"GLOO_SOCKET_IFNAME": "lab0", "OMP_NUM_THREADS": "1", "DEEPSPEED_TIMEOUT": "1"}
+    run = start(backend, script=[hpz_worker.__file__], slots=(2, 2), env=env)
+    code, text = run.wait(110)
+    assert code == 0, text
+    wanted = hpz_worker.reference(4)
+    for rank in range(4):
+        steps = json.loads((run.out / f"steps{rank}").read_text())
+        assert [step["loss"] for step in steps] == pytest.approx(wanted, rel=1e-6)
+        for step in steps:
+            assert step["forward"]["gathers_across"] > 0
+            assert step["backward"]["gathers_across"] == 0
+            assert step["backward"]["gathers_inside"] > 0
+
+
+@pytest.mark.slow
+def test_elastic_restart_across_two_hosts(start: StartJob, tmp_path: Path) -> None:
+    program = (
+        "import os, pathlib, sys, time\n"
+        "out, rank = pathlib.Path(os.environ['DS_TEST_OUT']), os.environ['RANK']\n"
+        "again = (out / 'failed').exists()\n"
+        "(out / f'ran{int(again)}.{rank}').write_text(os.environ['WORLD_SIZE'])\n"
+        "if not again and rank == '0': time.sleep(60)\n"  # as a rank that waits for its peer would
+        "if not again: (out / 'failed').touch(), sys.exit(5)\n"
+    )
+    script = write(tmp_path / "elastic" / "train.py", program)
+    options = ("--elastic_training", "--min_elastic_nodes", "2", "--max_elastic_nodes", "2", "--max_restarts", "1")
+    run = start("ssh", *options, script=[str(script)], slots=(1, 1))
+    code, text = run.wait(110)
+    assert code == 0, text
+    names = {path.name for path in run.out.glob("ran?.?")}
+    assert names == {"ran0.0", "ran0.1", "ran1.0", "ran1.1"}
+    assert (run.out / "ran1.0").read_text() == "2"
+
+
 def write(path: Path, text: str) -> Path:
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)

@@ -97,6 +97,17 @@ def test_stopped_ranks_end_too(job: StartJob) -> None:
     assert jobs.seconds_until_gone(pids, 0.5) < 0.5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["runner", "launch"])
+def test_a_killed_launcher_leaves_nothing_of_an_elastic_job(job: StartJob, target: str) -> None:
+    run = job("--elastic_training", "--num_gpus", "2", worker=("sleep",), grace=20)
+    pids = run.pids(2)
+    launch = run.launch_pid()
+    agents = jobs.children_of(launch)
+    os.kill(launch if target == "launch" else run.popen.pid, signal.SIGKILL)
+    assert jobs.seconds_until_gone([*pids, *agents, launch], 3) < 3
+
+
 SIGNAL_AT_SPAWN = """
 import os, signal, sys
 from deepspeed.launcher import launch, spawn
