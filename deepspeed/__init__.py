@@ -7,6 +7,7 @@ Importing this package loads torch only when a name that needs it is used; nothi
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
 

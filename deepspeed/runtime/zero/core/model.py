@@ -63,7 +63,7 @@ class ShardedModel:
                 sharded.recast(plan.dtype)
             if sharded.shard.device != plan.shard_device:
                 sharded.shard = sharded.shard.to(plan.shard_device)
-            sharded.groups = plan.groups
+            sharded.regroup(plan.groups)
         else:
             sharded = shard_parameter(param, plan.groups, plan.device, plan.shard_device, plan.dtype)
         sharded.name = name

@@ -268,6 +268,14 @@ class ShardedParam:
         """Change the dtype of shard and gathered weights; only before the parameter joins a model's unit."""
         self.shard = self.shard.to(dtype)
         self.dtype = dtype
+        self.secondary, self.secondary_version = None, -1
+
+    def regroup(self, groups: ShardGroups) -> None:
+        """Belong to other groups over the same ranks; a hpZ shard of another size is not kept."""
+        before, after = self.groups.secondary, groups.secondary
+        self.groups = groups
+        if before is None or after is None or before.ranks != after.ranks:
+            self.secondary, self.secondary_version = None, -1
 
     @property
     def secondary_is_valid(self) -> bool:

@@ -229,6 +229,8 @@ class ShardedUnit:
             flat = torch.zeros(sum(sizes), dtype=self.dtype, device=self.device)
             for p, size, secondary in zip(self.params, sizes, flat.split(sizes), strict=True):
                 assert p.full is not None
+                if p.secondary is not None and p.secondary_version == p.version:  # taken over from another unit
+                    secondary.copy_(p.secondary)
                 p.secondary = secondary
                 p.secondary_source = p.full[channel.rank * size : (channel.rank + 1) * size]
         used = [p for p in self.params if p.numel]
