@@ -36,7 +36,7 @@ demo: $(VENV)/ready-demo
 
 # What the tests on several hosts use (Debian, root). Without it they are skipped and say so.
 multihost-tools:
-	@for tool in sshd pdsh mpirun.openmpi mpirun.mpich ip; do command -v $$tool >/dev/null || exit 1; done || \
+	@(for tool in sshd pdsh mpirun.openmpi mpirun.mpich ip; do command -v $$tool >/dev/null || exit 1; done) || \
 	  { apt-get update -qq && \
 	  DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
 	  openssh-server openssh-client pdsh iproute2 openmpi-bin mpich; }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that the launcher creates: pid files and per-rank logs.
+"""Files that the launcher creates: pid files, per-rank logs, and claims of ports.
 
 What must hold: a file is created, never opened where one stands already, and never through a symbolic link; pid files
 lie in a folder that belongs to the user and that nobody else can write.
@@ -8,6 +8,7 @@ lie in a folder that belongs to the user and that nobody else can write.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import stat
 import tempfile
@@ -17,7 +18,7 @@ from typing import IO
 
 from deepspeed.errors import LauncherError
 
-__all__ = ["make_log_dir", "new_file", "pid_file", "private_dir"]
+__all__ = ["claim_port", "make_log_dir", "new_file", "pid_file", "private_dir"]
 
 
 def new_file(path: Path) -> IO[bytes]:
@@ -77,3 +78,25 @@ def pid_file(launcher_pid: int, pids: Sequence[int]) -> Iterator[Path]:
         yield path
     finally:
         path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def claim_port(port: int) -> Iterator[bool]:
+    """Keep other launchers of this user from choosing `port` while the context lasts.
+
+    Between the moment a launcher finds a port free and the moment its rank 0 listens there, a second launcher would
+    find it free as well, and its ranks could join the first one's rendezvous.
+
+    Yields: False if another launcher has it. Where there is no private folder, nothing is claimed and True is yielded.
+    """
+    with contextlib.ExitStack() as stack:
+        claimed = True
+        with contextlib.suppress(LauncherError):
+            path = private_dir() / f"port-{port}.lock"
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            stack.callback(os.close, lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                claimed = False
+        yield claimed

@@ -34,6 +34,7 @@ from deepspeed.launcher.hosts import (
     parse_hostfile,
     parse_inclusion_exclusion,
 )
+from deepspeed.launcher.private_files import claim_port
 from deepspeed.launcher.slots import cpu_only, device_count, free_port, is_local, port_is_free, visible_devices
 from deepspeed.launcher.spawn import Child, spawn
 from deepspeed.launcher.supervise import Inbox, supervise
@@ -136,6 +137,8 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         setup_logging(options.log_level, options.quiet)
         code = run(options)
+    except KeyboardInterrupt:  # while hosts are asked; afterwards signals are recorded, not raised
+        code = 128 + signal.SIGINT
     except LauncherError as err:
         if args is not None:
             raise
@@ -215,6 +218,11 @@ def _local_world(options: argparse.Namespace) -> World:
         known += [slot for slot in visible or [] if slot not in known]
         return parse_inclusion_exclusion({host: known}, options.include, options.exclude)
     slots: list[Slot] = list(range(found)) if visible is None else visible
+    if not slots:
+        kind = os.environ.get("DS_ACCELERATOR")
+        raise LauncherError(
+            f"DS_ACCELERATOR={kind!r}, but no GPU is visible: unset it; `ds_report` shows what is found"
+        )
     return {host: slots} if options.num_gpus == -1 else first_slots({host: slots}, options.num_gpus)
 
 
@@ -242,28 +250,31 @@ def _is_multi_node(options: argparse.Namespace, world: World, from_hostfile: boo
 
 
 def _run_here(options: argparse.Namespace, world: World, grace: float, *, check_slots: bool) -> int:
-    if not options.module and not options.no_python and not os.path.isfile(options.user_script):
+    if not options.module and not options.no_python and not os.path.exists(options.user_script):
         raise LauncherError(f"no script {options.user_script!r} in {os.getcwd()}: check the path, or use --module")
-    if options.no_ssh:  # the other hosts run the same command: nothing may be chosen here that they could not know
-        node_rank, port = options.node_rank, options.master_port or DEFAULT_PORT
-    else:
-        node_rank, port = 0, _pick_port(options)
-    spec = job_spec(options, world, options.master_addr or "127.0.0.1", port, check_slots=check_slots)
-    with Inbox() as inbox:
+    with contextlib.ExitStack() as stack:
+        if options.no_ssh:  # the other hosts run the same command: nothing may be chosen that they could not know
+            node_rank, port = options.node_rank, options.master_port or DEFAULT_PORT
+        else:
+            node_rank, port = 0, _pick_port(options, stack)
+        spec = job_spec(options, world, options.master_addr or "127.0.0.1", port, check_slots=check_slots)
+        inbox = stack.enter_context(Inbox())
         argv = launch_command(spec, [f"--node_rank={node_rank}"])
         child = spawn(Child, "the launcher of this host", argv, local_environment(), death_signal=signal.SIGTERM)
         return supervise([child], inbox, grace, relay=True)
 
 
-def _pick_port(options: argparse.Namespace) -> int:
+def _pick_port(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
+    """The port of rank 0, claimed until `stack` closes."""
+    wanted = options.master_port or DEFAULT_PORT
+    if port_is_free(wanted) and stack.enter_context(claim_port(wanted)):
+        return int(wanted)
     if options.master_port is None:
-        return DEFAULT_PORT if port_is_free(DEFAULT_PORT) else free_port()
-    if not port_is_free(options.master_port):
-        raise LauncherError(
-            f"port {options.master_port} of this host is taken: end the job that uses it, give another --master_port, "
-            "or leave the option out and a free port is chosen"
-        )
-    return int(options.master_port)
+        return free_port()
+    raise LauncherError(
+        f"port {wanted} of this host is taken: end the job that uses it, give another --master_port, or leave the "
+        "option out and a free port is chosen"
+    )
 
 
 def job_spec(

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -22,12 +25,17 @@ def listener(request: pytest.FixtureRequest) -> Iterator[Callable[[int], int]]:
     with socket.socket(family, socket.SOCK_STREAM) as sock:
 
         def listen(port: int) -> int:
-            try:
-                sock.bind((request.param, port))
-            except OSError as err:
-                pytest.skip(f"cannot listen on {request.param} port {port}: {err}")
-            sock.listen(1)
-            return int(sock.getsockname()[1])
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            deadline = time.monotonic() + 20
+            while True:
+                try:
+                    sock.bind((request.param, port))
+                    sock.listen(1)
+                    return int(sock.getsockname()[1])
+                except OSError as err:  # somebody else's job listens there, or there is no such address
+                    if err.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                        pytest.skip(f"cannot listen on {request.param} port {port}: {err}")
+                    time.sleep(0.1)
 
         yield listen
 
@@ -54,6 +62,24 @@ def test_the_default_port_gives_way(job: StartJob, listener: Callable[[int], int
     assert run.wait()[0] == 0
     port = json.loads((run.out / "facts0").read_text())["env"]["MASTER_PORT"]
     assert int(port) != DEFAULT_PORT
+
+
+def test_two_jobs_that_start_together_meet_at_different_ports(job: StartJob, tmp_path: Path) -> None:
+    """Neither rank 0 listens yet, so the port itself does not tell."""
+    ports = []
+    runs = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        runs.append(job("--num_gpus", "1", worker=("sleep",), folder=tmp_path / name))
+        runs[-1].pids(1)
+        ports.append(json.loads((runs[-1].out / "facts0").read_text())["env"]["MASTER_PORT"])
+    assert ports[0] != ports[1]
+    code, text = job("--num_gpus", "1", "--master_port", ports[0], folder=tmp_path).wait()
+    if ports[0] == str(DEFAULT_PORT):  # else somebody listens on the default port, and a free one was not claimed
+        assert code == 2 and f"port {ports[0]} of this host is taken" in text
+    for run in runs:
+        run.popen.terminate()
+        assert run.wait()[0] == 143
 
 
 def test_the_launcher_of_the_first_host_checks_too(job: StartJob, listener: Callable[[int], int]) -> None:
