@@ -167,7 +167,7 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
             )
         checks = self.sharded.plan.groups.checks
         if checks is not None:
-            checks.before_step(list(self.grad_shards.places))
+            checks.before_step(list(self.master.places))
         self.steps += 1
         shards = [(p.name, shard) for p, shard in self.grad_shards.slices.items() if shard.numel()]
         self.verdict = vote(
@@ -229,6 +229,7 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
     def _distrust(self) -> None:
         """Ranks gathered different units: nothing that was gathered or reduced may be used again."""
         self.sharded.fetcher.release_all(persistent=True)
+        self.sharded.fetcher.forget_traces()  # they may differ between ranks, and gathers ahead follow them
         self.sharded.drop_secondaries()
         self.grad_shards.free()
 

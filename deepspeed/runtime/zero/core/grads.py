@@ -38,7 +38,7 @@ class GradShards:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
         self.numels: list[int] = []
-        self.places: dict[ShardedParam, tuple[int, int]] = {}
+        self.members: list[list[ShardedParam]] = []
         self.flats: list[torch.Tensor] = []
         self.slices: dict[ShardedParam, torch.Tensor] = {}
         self.loss_scale = 1.0
@@ -46,11 +46,8 @@ class GradShards:
 
     def add_sub_group(self, params: list[ShardedParam]) -> None:
         """Give ``params`` their places in a new flat buffer, in order, without gaps."""
-        offset = 0
-        for p in params:
-            self.places[p] = (len(self.numels), offset)
-            offset += p.shard.numel()
-        self.numels.append(offset)
+        self.members.append(params)
+        self.numels.append(sum(p.shard.numel() for p in params))
 
     @property
     def allocated(self) -> bool:
@@ -66,8 +63,9 @@ class GradShards:
 
     def renew_views(self) -> None:
         """Make each parameter's slice anew after the flat buffers were allocated or moved."""
-        places = self.places if self.flats else {}
-        self.slices = {p: self.flats[group][start : start + p.shard.numel()] for p, (group, start) in places.items()}
+        self.slices = {}
+        for flat, params in zip(self.flats, self.members, strict=False):
+            self.slices.update(zip(params, flat.split([p.shard.numel() for p in params]), strict=True))
 
     def free(self) -> None:
         """Give the memory back."""
@@ -114,8 +112,9 @@ class GradReducer:
         self.begin_backward: Callable[[], None] = lambda: None
         self.running = False
         self.order: list[ShardedUnit] = []
+        trained = {p for params in shards.members for p in params}
         for unit in units:
-            unit.trainable = [p for p in unit.params if p in shards.places]
+            unit.trainable = [p for p in unit.params if p in trained]
             if unit.trainable:
                 self.order.append(unit)
         self.order.reverse()
@@ -200,27 +199,8 @@ class GradReducer:
             self.groups.checks.before_reduce(unit)
         comm = self.comm_dtype or unit.dtype
         world = self.groups.primary.size
-        ins: list[torch.Tensor] = []
-        targets: list[torch.Tensor] = []
-        for p in unit.trainable:
-            size = p.shard.numel()
-            if not size:
-                p.param.grad = None
-                continue
-            grad = p.param.grad
-            if grad is None:
-                ins.append(self._zero(comm, size * world))
-            else:
-                p.param.grad = None
-                if grad.layout is not torch.strided:
-                    grad = grad.to_dense()
-                grad = grad.reshape(-1)
-                if grad.dtype != comm:
-                    grad = grad.to(comm)
-                if grad.numel() != size * world:
-                    grad = torch.nn.functional.pad(grad, (0, size * world - grad.numel()))
-                ins.append(grad)
-            targets.append(shards.slices[p])
+        with torch._C.DisableTorchFunctionSubclass():  # released parameters: reading .grad is no use of weights
+            ins, targets = self._take(unit, comm, world)
         if not ins:
             return
         while self.inflight and (
@@ -241,6 +221,33 @@ class GradReducer:
         self.inflight_numel += unit.numel
         if not self.max_inflight_numel:
             self._drain_one()
+
+    def _take(self, unit: ShardedUnit, comm: torch.dtype, world: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Take the gradients off the parameters of ``unit``: flat and padded in ``comm``, and where each belongs."""
+        slices = self.shards.slices
+        ins: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
+        for p in unit.trainable:
+            param, size = p.param, p.shard.numel()
+            grad = param.grad
+            if grad is not None:
+                param.grad = None
+            if not size:
+                continue
+            padded = size * world
+            if grad is None:
+                ins.append(self._zero(comm, padded))
+            else:
+                if grad.layout is not torch.strided:
+                    grad = grad.to_dense()
+                grad = grad.reshape(-1)
+                if grad.dtype is not comm:
+                    grad = grad.to(comm)
+                if p.numel != padded:
+                    grad = torch.nn.functional.pad(grad, (0, padded - p.numel))
+                ins.append(grad)
+            targets.append(slices[p])
+        return ins, targets
 
     def _zero(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=self.order[0].device)
@@ -280,6 +287,7 @@ class GradReducer:
                     self.on_incomplete(unit)
             self.reduce(unit)
         self.cursor = len(self.order)
+        self.drain()  # a late unit's first reduction must have landed before it is added to
         for unit in sorted(self.late, key=lambda u: u.index):
             self.reduce(unit)
         self.late = []
