@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import signal
 import sys
 import time
 from pathlib import Path
@@ -207,6 +208,7 @@ def _about(setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> int:
     """Run, print, write; 1 where a variant failed or losses disagree."""
     options = parse(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(124))  # so that workers are ended
     setting = _setting(options)
     works = select(options.works or (["gpu2", "gpu4"] if setting.device == "cuda" else ["cpu"]))
     results: list[dict[str, Any]] = []

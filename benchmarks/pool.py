@@ -63,6 +63,7 @@ class Pool:
             "device": setting.device,
             "rendezvous": str(Path(self.scratch.name) / "rendezvous"),
             "answer_fd": write,
+            "parent": os.getpid(),
         }
         env = dict(os.environ)
         env.update(RANK=str(rank), WORLD_SIZE=str(self.world), LOCAL_RANK=str(local), LOCAL_WORLD_SIZE=str(self.world))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from datetime import timedelta
@@ -163,9 +164,17 @@ class Worker:
         }
 
 
+def _follow(parent: int) -> None:
+    """End this process when the coordinator is gone, whatever it does then."""
+    while os.getppid() == parent:
+        time.sleep(2.0)
+    os._exit(1)
+
+
 def serve(spec: dict[str, Any]) -> int:
     """Answer commands until told to quit or the coordinator is gone."""
     answers = os.fdopen(spec["answer_fd"], "w", buffering=1)
+    threading.Thread(target=_follow, args=(spec["parent"],), daemon=True).start()
     worker: Worker | None = None
     status = 0
     for line in sys.stdin:
