@@ -27,7 +27,7 @@ from deepspeed.launcher.guard import MARK, Guard
 from deepspeed.launcher.hosts import Slot, decode_world_info
 from deepspeed.launcher.slots import cpu_only, device_count, port_is_free
 from deepspeed.launcher.spawn import Child, spawn
-from deepspeed.launcher.supervise import Inbox, supervise
+from deepspeed.launcher.supervise import ORPHAN_GRACE, Inbox, supervise
 
 __all__ = ["Node", "main", "parse_args", "rank_environments"]
 
@@ -145,6 +145,7 @@ def run(options: argparse.Namespace) -> int:
             env["OMP_NUM_THREADS"] = str(len(share))
         cores = shares
     _prepare_logs(options)
+    grace = grace_period(os.environ)
     guard = Guard()
     with contextlib.ExitStack() as stack:
         inbox = stack.enter_context(Inbox())
@@ -167,7 +168,8 @@ def run(options: argparse.Namespace) -> int:
             for child in children:
                 child.signal_all(signal.SIGKILL)
             raise
-        code = supervise(children, inbox, grace_period(os.environ))
+        # On another host the connection is our parent: its loss may be the runner's way to end the job in order.
+        code = supervise(children, inbox, grace, orphan_grace=grace if options.control_stdin else ORPHAN_GRACE)
     guard.dismiss()
     return code
 

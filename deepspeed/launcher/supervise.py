@@ -22,7 +22,7 @@ from typing import Protocol
 
 from deepspeed.errors import LauncherError
 
-__all__ = ["Inbox", "Supervised", "supervise"]
+__all__ = ["ORPHAN_GRACE", "Inbox", "Supervised", "supervise"]
 
 logger = logging.getLogger("deepspeed.launcher")
 
@@ -31,8 +31,8 @@ _DEBOUNCE = 0.3
 """Seconds within which a repeated signal counts as the same one (a terminal and a manager both send it)."""
 _INTERRUPT_PATIENCE = 2.0
 """Seconds after which SIGINT and SIGHUP are followed by SIGTERM."""
-_ORPHAN_GRACE = 0.5
-"""Grace period when our own parent is gone: nobody is left to wait for."""
+ORPHAN_GRACE = 0.5
+"""Usual grace period when our own parent is gone: nobody is left to wait for."""
 _RELAY_EXTRA = 1.0
 """Seconds that a supervisor of supervisors waits longer than they do."""
 _KILL_PATIENCE = 5.0
@@ -158,7 +158,14 @@ class _Ending:
         return time.monotonic() > self.deadline + _KILL_PATIENCE
 
 
-def supervise(children: Sequence[Supervised], inbox: Inbox, grace: float, *, relay: bool = False) -> int:
+def supervise(
+    children: Sequence[Supervised],
+    inbox: Inbox,
+    grace: float,
+    *,
+    relay: bool = False,
+    orphan_grace: float = ORPHAN_GRACE,
+) -> int:
     """Wait until every child has ended and nothing is left of their sessions.
 
     Args:
@@ -166,13 +173,14 @@ def supervise(children: Sequence[Supervised], inbox: Inbox, grace: float, *, rel
         grace: seconds, in total, between the first signal and SIGKILL.
         relay: the children are supervisors with the same grace period: they get each signal as it comes, and time to
             finish their own work.
+        orphan_grace: upper limit of the grace period when a signal comes because our own parent has ended.
 
     Returns: 0 if every child ended with 0; else the first failure's code, or 128 + s for a received signal s.
     """
     code = 0
     reported: set[int] = set()
     ending: _Ending | None = None
-    last_signal = 0.0
+    last_signal: float | None = None
     while True:
         failed = False
         for index, child in enumerate(children):
@@ -207,8 +215,8 @@ def supervise(children: Sequence[Supervised], inbox: Inbox, grace: float, *, rel
                 level = logging.DEBUG if relay and len(children) == 1 else logging.INFO
                 logger.log(level, "received %s%s: ending every process", name, ", our parent ended" if orphaned else "")
                 code = code or 128 + signum
-                ending = _Ending(children, signum, min(grace, _ORPHAN_GRACE) if orphaned else grace, relay)
-            elif now - last_signal > _DEBOUNCE:
+                ending = _Ending(children, signum, min(grace, orphan_grace) if orphaned else grace, relay)
+            elif last_signal is not None and now - last_signal > _DEBOUNCE:
                 ending.hurry(signum)
             last_signal = now
     for child in children:

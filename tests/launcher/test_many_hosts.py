@@ -172,6 +172,16 @@ def test_ssh_hands_the_signal_itself_on(start: StartJob) -> None:
 
 
 @pytest.mark.parametrize("backend", ["pdsh", "ssh"])
+def test_ranks_on_every_host_have_time_to_save(start: StartJob, backend: str) -> None:
+    run = start(backend, worker=("save", "sleep"))
+    pids = run.pids(3)
+    run.popen.send_signal(signal.SIGTERM)
+    assert run.wait(10)[0] == 143
+    jobs.seconds_until_gone(pids, GRACE + 2)
+    assert {path.name for path in run.out.glob("saved?")} == {"saved0", "saved1", "saved2"}
+
+
+@pytest.mark.parametrize("backend", ["pdsh", "ssh"])
 def test_a_killed_launcher_of_one_host_ends_the_other(start: StartJob, backend: str) -> None:
     run = start(backend, worker=("grandchild", "ignore", "sleep"))
     pids = run.pids(3, children=True)

@@ -55,6 +55,17 @@ def test_peers_of_a_failed_rank_that_ignore_signals_cost_one_grace_period(job: S
     assert jobs.seconds_until_gone(pids, 0.5) < 0.5
 
 
+def test_ranks_have_time_to_save(job: StartJob) -> None:
+    """Also when a signal arrives while the job is being ended because a rank failed."""
+    run = job("--num_gpus", "2", worker=("save", "exit=1:7", "sleep"), grace=10)
+    launch = run.launch_pid()
+    run.pids(2)
+    time.sleep(0.4)
+    os.kill(launch, signal.SIGTERM)
+    assert run.wait()[0] == 7
+    assert (run.out / "saved0").exists()
+
+
 def test_a_second_interrupt_ends_the_patience(job: StartJob) -> None:
     run = job("--num_gpus", "2", worker=("ignore", "sleep"), grace=30)
     pids = run.pids(2)
