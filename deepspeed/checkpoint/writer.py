@@ -133,9 +133,16 @@ def save_tag(control: Control, storage: Storage, request: SaveRequest, node: Nod
         raise
     manifest = _manifest(answers, node, nonce, request.writer)
     publisher = _Publisher(control, storage, staging, node)
-    publisher.run("publishing", lambda: _publish(storage, staging, request, manifest, control.timeout / 2))
+    phases: list[tuple[str, Callable[[], None]]] = [
+        ("publishing", lambda: _publish(storage, staging, request, manifest, control.timeout / 2))
+    ]
     if request.save_latest:
-        publisher.run("writing latest", lambda: _latest(storage, request, nonce))
+        phases.append(("writing latest", lambda: _latest(storage, request, nonce)))
+    if node.local:  # every node must have published before any `latest` names the tag
+        for what, action in phases:
+            publisher.run(what, [action])
+    else:
+        publisher.run("publishing", [action for _, action in phases])
 
 
 def _write(storage: Storage, path: Path, build: Callable[[], Any]) -> FileRecord:
@@ -168,11 +175,12 @@ class _Publisher:
     staging: Path
     node: Node
 
-    def run(self, what: str, action: Callable[[], None]) -> None:
+    def run(self, what: str, actions: Sequence[Callable[[], None]]) -> None:
         error: Exception | None = None
         if self.node.publishes:
             try:
-                action()
+                for action in actions:
+                    action()
             except Exception as failure:
                 error = failure
         try:
@@ -190,14 +198,21 @@ def _discard(storage: Storage, staging: Path, node: Node) -> None:
             pass  # what is left is never read, and a later save sweeps it
 
 
-def _put_bytes(storage: Storage, path: Path, data: bytes, nonce: str, executable: bool = False) -> None:
+def _put_bytes(storage: Storage, path: Path, data: bytes) -> None:
     """Replace a small file atomically: temporary, sync, replace, sync the folder."""
-    temporary = path.parent / f".{path.name}.{nonce}.tmp"
+    temporary = path.parent / f".{path.name}.{new_nonce()}.tmp"
     storage.write_file(temporary, lambda sink: _ignore(sink.write(data)))
-    if executable:
-        storage.make_executable(temporary)
     storage.replace(temporary, path)
     storage.sync_dir(path.parent)
+
+
+def _put_script(storage: Storage, path: Path, text: bytes) -> None:
+    """Put a helper program in place; the checkpoint does not depend on it, so nothing is synced."""
+    temporary = path.parent / f".{path.name}.{new_nonce()}.tmp"
+    with storage.open_new(temporary) as handle:
+        handle.write(text)
+    storage.make_executable(temporary)
+    storage.replace(temporary, path)
 
 
 def _ignore(_: object) -> None:
@@ -220,7 +235,7 @@ def _publish(storage: Storage, staging: Path, request: SaveRequest, manifest: Ma
     for name, text in request.scripts:
         path = request.folder / name
         if not (path.is_file() and not path.is_symlink() and path.read_bytes() == text):
-            _put_bytes(storage, path, text, manifest.nonce, executable=True)
+            _put_script(storage, path, text)
 
 
 def _exchanged(storage: Storage, staging: Path, target: Path, manifest: Manifest) -> bool:
@@ -247,7 +262,7 @@ def _exchanged(storage: Storage, staging: Path, target: Path, manifest: Manifest
 def _overwrite(storage: Storage, staging: Path, target: Path, manifest: Manifest) -> None:
     """Replace the files of a tag one by one under a manifest that says so; remove shards that the new save lacks."""
     manifest = _joined(manifest, target)
-    _put_bytes(storage, target / MANIFEST_NAME, replace(manifest, state=PUBLISHING).to_json(), manifest.nonce)
+    _put_bytes(storage, target / MANIFEST_NAME, replace(manifest, state=PUBLISHING).to_json())
     for name in storage.list_dir(staging):
         if name != MANIFEST_NAME:
             storage.replace(staging / name, target / name)
@@ -255,7 +270,7 @@ def _overwrite(storage: Storage, staging: Path, target: Path, manifest: Manifest
         if (is_shard_name(name) and name not in manifest.files) or _LEFTOVER.fullmatch(name):
             storage.remove(target / name)
     storage.sync_dir(target)
-    _put_bytes(storage, target / MANIFEST_NAME, manifest.to_json(), manifest.nonce)
+    _put_bytes(storage, target / MANIFEST_NAME, manifest.to_json())
     storage.remove_tree(staging)
 
 
@@ -273,7 +288,7 @@ def _joined(manifest: Manifest, target: Path) -> Manifest:
 
 
 def _latest(storage: Storage, request: SaveRequest, nonce: str) -> None:
-    _put_bytes(storage, request.folder / LATEST, request.tag.encode(), nonce)
+    _put_bytes(storage, request.folder / LATEST, request.tag.encode())
     _sweep(storage, request.folder, nonce)
 
 
