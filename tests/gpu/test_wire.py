@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promise: the grouped collectives are right for every list of shapes, and reach flat bandwidth on block-sized units."""
+"""Promise: grouped collectives are right for every list of shapes, and reach flat bandwidth on block-sized units."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _measure() -> dict[str, dict[str, float]]:
             "flat and copy-out": _milliseconds(copy_out),
             "reduce": _milliseconds(lambda f=fulls, s=shards: wire.reduce_scatter(s, f, channel).wait()),
             "reduce flat": _milliseconds(
-                lambda f=full, s=shard: channel.group._reduce_scatter_base(s, f, options).wait()
+                lambda f=full, s=shard, o=options: channel.group._reduce_scatter_base(s, f, o).wait()
             ),
         }
     return table
