@@ -182,13 +182,12 @@ class SingleTrainer:
 CHANGES: dict[str, dict[str, Any]] = {
     "ours": {},
     "ours-keep": {"stage3_max_reuse_distance": 1e9},
+    "ours-fp32master": {"split_master_weights": False},
     "upstream": {},
 }
 """What each DeepSpeed variant changes in the section ``zero_optimization``."""
 
-NAMES = ("ours", "ours-keep", "fsdp2", "fsdp2-fp32reduce", "upstream", "single")
-SHARED_GROUP = {"single": False}
-"""Variants that do not take part in a process group."""
+NAMES = ("ours", "ours-keep", "ours-fp32master", "fsdp2", "fsdp2-fp32reduce", "upstream", "single")
 
 
 def isolate(variant: str, root: Path) -> None:
