@@ -31,7 +31,7 @@ HERE = Path(__file__).resolve().parent
 SCRIPT = HERE / "train.py"
 BASE_STEPS = 30
 STEPS, CHECKPOINT = 24, 14
-WINDOW, MICRO_BATCH, ACCUMULATION = 128, 4, 2
+WINDOW, GLOBAL_MICRO_BATCH, ACCUMULATION = 128, 16, 2
 
 console = Console(width=None if sys.stdout.isatty() else 110)
 
@@ -47,7 +47,7 @@ class Layout:
 
     def environment(self, plain: bool) -> dict[str, str]:
         """The environment of a run; plain torch is one process that sees at most one GPU."""
-        env = dict(os.environ, TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+        env = dict(os.environ, HF_HUB_OFFLINE="1", PYTHONWARNINGS="ignore:.*pin_memory.*")
         if not self.cuda:
             env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         elif plain:
@@ -56,13 +56,15 @@ class Layout:
 
 
 def choose_layout(ranks: int | None, device: str) -> Layout:
-    """Every GPU where there are at least two, else four ranks on the CPU; hpZ groups of two ranks."""
+    """A rank on every GPU where there are at least two, else four on the CPU; hpZ groups of two ranks."""
     gpus = torch.cuda.device_count()
     cuda = device == "cuda" or (device == "auto" and gpus >= 2)
     if cuda and not gpus:
         raise SystemExit("--device cuda: torch sees no GPU; leave the option out to use the CPU")
     if ranks is None:
-        ranks = gpus - gpus % 2 or 1 if cuda else 4
+        ranks = max(n for n in (1, 2, 4, 8, 16) if n <= gpus) if cuda else 4
+    if GLOBAL_MICRO_BATCH % ranks:
+        raise SystemExit(f"--ranks {ranks}: use a divisor of {GLOBAL_MICRO_BATCH}")
     if cuda and ranks > gpus:
         raise SystemExit(f"--ranks {ranks}: this machine has {gpus} GPU(s); NCCL takes one rank each")
     hpz = 2 if ranks % 2 == 0 else 1
@@ -107,6 +109,7 @@ def make_base(path: Path) -> Iterator[float]:
 
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
+    torch.set_num_threads(min(2, torch.get_num_threads()))
     config = transformers.LlamaConfig(
         vocab_size=256, hidden_size=128, intermediate_size=344, num_hidden_layers=4, num_attention_heads=4,
         max_position_embeddings=WINDOW, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None,
@@ -135,16 +138,16 @@ def command(job: Job, layout: Layout, model: Path, out: Path) -> list[str]:
         if launcher is None:
             raise SystemExit("no `deepspeed` command beside this python: install the package (`make demo` does)")
         start = [launcher, "--num_gpus", str(ranks), str(SCRIPT), "--deepspeed", str(_config(job.config, layout, out))]
-    samples = MICRO_BATCH * layout.ranks // ranks
     arguments = {
         "model": model,
         "report": _report(job, out),
         "window": WINDOW,
         "output_dir": out / job.key,
         "max_steps": STEPS,
-        "per_device_train_batch_size": samples,
+        "per_device_train_batch_size": GLOBAL_MICRO_BATCH // ranks,
         "gradient_accumulation_steps": ACCUMULATION,
         "learning_rate": 5e-4,
+        "adam_epsilon": 1e-5,  # the sign of a gradient of rounding size does not decide a step
         "lr_scheduler_type": "linear",
         "max_grad_norm": 1.0,
         "logging_steps": 1,
