@@ -24,6 +24,7 @@ from torch import nn
 
 from deepspeed.errors import CollectiveTimeout, UsageError
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION, DeepSpeedZeroConfig
 from deepspeed.utils.logging import logger
 from deepspeed.version import __version__
 
@@ -71,6 +72,9 @@ def versions() -> Section:
 def configuration(config: DeepSpeedConfig) -> Section:
     """Every key of the completed configuration, except those of ``ANY_RANK``."""
     plain = {key: value for key, value in config.to_dict().items() if key not in ANY_RANK}
+    spelt = {name: other for other, name in DeepSpeedZeroConfig.other_spellings.items() if other == f"stage3_{name}"}
+    zero = plain[ZERO_OPTIMIZATION]
+    plain[ZERO_OPTIMIZATION] = {spelt.get(key, key): value for key, value in zero.items()}
     return Section("configuration", sorted(_flat("", plain)))
 
 

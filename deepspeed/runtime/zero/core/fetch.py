@@ -354,17 +354,17 @@ class Fetcher:
         if not self.in_forward:
             return
         self.in_forward = False
+        if not completed:
+            self.release_all()
+            self.trace.reset()
+            return
         for unit in list(self.live):
-            if self.trace is self.eval_trace or not completed:
+            if self.trace is self.eval_trace:
                 unit.hold_until_flush = False
             if unit.exposed and not unit.hold_until_flush:
                 unit.users = 0
-                self.drop(unit, keep=completed and unit.fresh and self._keeps(unit))
-            elif unit.handle is not None and not completed:
-                self.drop(unit)
-        if not completed:
-            self.trace.reset()
-        elif self._finish_trace():
+                self.drop(unit, keep=unit.fresh and self._keeps(unit))
+        if self._finish_trace():
             self._plan_reuse()
 
     def acquire(self, unit: ShardedUnit) -> None:

@@ -25,7 +25,7 @@ EPSILON = 1e-6
 SQUARE, PRINT, BAD = 0, 1, 2
 """Columns of a rank's row: squared norm, fingerprint of its collectives, its first non-finite parameter."""
 NO_BAD = float(1 << 40)
-LOG_WAIT = 2.0
+LOG_WAIT = 5.0
 """Seconds that a rank waits for another's log of collectives, once a mismatch was found."""
 
 

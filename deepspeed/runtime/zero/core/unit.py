@@ -155,6 +155,8 @@ class ShardedUnit:
         self.storage = base.untyped_storage()
         self.nbytes = self.storage.nbytes()
         self.fulls = [p.full for p in self.params if p.numel and p.full is not None]
+        if self.secondaries:
+            self._set_secondary_sources()
 
     def free(self) -> None:
         """Give the memory back. No parameter may be exposed."""
@@ -162,7 +164,13 @@ class ShardedUnit:
             return
         self.allocated = self.fresh = False
         self.ledger.live -= self.numel
-        self.storage.resize_(0)
+        if self.storage.resizable():
+            self.storage.resize_(0)
+        else:  # somebody made a numpy array of the weights, which keeps this memory; the next gather gets another
+            self.storage = None
+            self.fulls = []
+            for p in self.params:
+                p.full = p.view = None
         for p in self.params:
             p.full_version = -1
 
@@ -228,13 +236,22 @@ class ShardedUnit:
         with torch.inference_mode(False):
             flat = torch.zeros(sum(sizes), dtype=self.dtype, device=self.device)
             for p, size, secondary in zip(self.params, sizes, flat.split(sizes), strict=True):
-                assert p.full is not None
                 if p.secondary is not None and p.secondary_version == p.version:  # taken over from another unit
                     secondary.copy_(p.secondary)
                 p.secondary = secondary
+        self.secondaries = [p.secondary for p in self.params if p.numel and p.secondary is not None]
+        self._set_secondary_sources()
+
+    def _set_secondary_sources(self) -> None:
+        """The slices of the full weights that this rank's hpZ shards are copied from."""
+        channel = self.params[0].groups.secondary
+        assert channel is not None
+        with torch.inference_mode(False):
+            for p in self.params:
+                size = p.padded_numel // channel.size
+                assert p.full is not None
                 p.secondary_source = p.full[channel.rank * size : (channel.rank + 1) * size]
         used = [p for p in self.params if p.numel]
-        self.secondaries = [p.secondary for p in used if p.secondary is not None]
         self.secondary_sources = [p.secondary_source for p in used if p.secondary_source is not None]
 
 
