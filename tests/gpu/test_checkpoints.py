@@ -24,7 +24,7 @@ def _train(engine: Any, *steps: int) -> list[float]:
             loss = engine(*place.batches()(step, dist.get_rank(), micro))
             engine.backward(loss)
             engine.step()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
     return losses
 
 
@@ -153,7 +153,7 @@ def _offload_between_steps() -> dict[str, Any]:
             loss = engine(place.activations(step, dist.get_rank()))
             engine.backward(loss)
             engine.step()
-            found.append(float(loss))
+            found.append(float(loss.detach()))
             if offload and step == 1:
                 place.synchronize()
                 memory["before"] = place.allocated()

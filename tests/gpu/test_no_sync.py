@@ -24,6 +24,7 @@ CASES = [
     Case(model="blocks", dtype="bf16", clip=0.5),
     Case(model="blocks", dtype="bf16", clip=0.5, limits="default"),
     Case(model="blocks_non_reentrant", dtype="bf16", clip=0.5, accum=2),
+    Case(model="blocks_non_reentrant", dtype="bf16", clip=0.5, accum=2, limits="no reuse"),
 ]
 
 

@@ -120,8 +120,8 @@ def _assert_equal(runs: list[tuple[Any, ...]], by_rank: list[list[list[int]]], g
     assert not problems, "\n".join(problems)
 
 
-BF16 = Case(model="blocks", dtype="bf16", clip=0.5, zero=(("overlap_comm", False),))
-OVERLAP = Case(model="blocks", dtype="bf16", clip=0.5)
+BF16 = Case(model="blocks", dtype="bf16", clip=0.5, limits="nothing stays", zero=(("overlap_comm", False),))
+OVERLAP = Case(model="blocks", dtype="bf16", clip=0.5, limits="no reuse")
 
 
 @place.needs(2)
@@ -136,7 +136,7 @@ def test_side_streams() -> None:
 def test_delays(world: int) -> None:
     """Each seam delayed on all ranks, on rank 0, on the last; with hpZ, accumulation and recomputation."""
     everyone, last = tuple(range(world)), (world - 1,)
-    case = Case(model="blocks_non_reentrant", dtype="bf16", accum=2, clip=0.5, hpz=2 if world > 2 else 1)
+    case = Case("blocks_non_reentrant", dtype="bf16", accum=2, clip=0.5, hpz=2 if world > 2 else 1, limits="no reuse")
     runs: list[tuple[Any, ...]] = [(case, "plain", 6)]
     runs += [(case, "plain", 6, (name,), ranks) for name in SEAMS for ranks in (everyone, last)]
     runs += [(case, how, 6, tuple(SEAMS), (0,)) for how in ("plain", "both")]
