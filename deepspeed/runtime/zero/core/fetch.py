@@ -446,7 +446,7 @@ class Fetcher:
         """The backward ended: release everything; adopt the order seen."""
         self.in_backward = False
         for unit in list(self.live):
-            unit.holds = unit.users = 0
+            unit.users = 0
             unit.hold_until_flush = False
             self.drop(unit)
         if completed and self.trace is self.backward_trace and self._finish_trace():
@@ -464,7 +464,7 @@ class Fetcher:
     def release_all(self, persistent: bool = False) -> None:
         """Free every gathered unit that no context holds (``empty_partition_cache``)."""
         for unit in list(self.live):
-            unit.users = unit.holds = 0
+            unit.users = 0
             unit.hold_until_flush = False
             self.drop(unit)
         if persistent:

@@ -105,10 +105,8 @@ class GradReducer:
         groups: ShardGroups,
         shards: GradShards,
         comm_dtype: torch.dtype | None,
-        release: Callable[[ShardedUnit], None],
     ) -> None:
         self.groups, self.shards, self.comm_dtype = groups, shards, comm_dtype
-        self.release = release
         self.begin_backward: Callable[[], None] = lambda: None
         self.running = False
         self.order: list[ShardedUnit] = []
@@ -127,7 +125,6 @@ class GradReducer:
         self.filled: set[ShardedUnit] = set()
         self.max_inflight_numel = 1 << 62
         self.inflight_numel = 0
-        self.on_incomplete: Callable[[ShardedUnit], None] | None = None
 
     # -- gradients arrive
 
@@ -140,27 +137,19 @@ class GradReducer:
             unit = p.unit
             if not self.running:
                 self.begin_backward()
-            if unit.epoch != self.epoch:
-                self._enter(unit)
-            if unit.complete:
-                if not unit.late:
-                    unit.late = True
-                    self.late.append(unit)
-                return
-            if p.arrived != self.epoch:
-                p.arrived = self.epoch
-                unit.pending -= 1
-                if not unit.pending:
-                    if not unit.watched:
-                        self.release(unit)
-                    self.complete(unit)
+            if unit.complete and unit.epoch == self.epoch and not unit.late:
+                self.reduce_again(unit)
 
         return grad_is_here
 
     def _enter(self, unit: ShardedUnit) -> None:
         unit.epoch = self.epoch
-        unit.pending = len(unit.trainable)
         unit.complete = unit.late = False
+
+    def reduce_again(self, unit: ShardedUnit) -> None:
+        """``unit`` was reduced in this backward and is used once more: what comes is reduced at its end."""
+        unit.late = True
+        self.late.append(unit)
 
     def begin(self, epoch: int) -> None:
         """A backward begins."""
@@ -283,8 +272,6 @@ class GradReducer:
             if not unit.complete:
                 unit.complete = True
                 self.arrivals.append(unit)
-                if unit.pending and unit.pending < len(unit.trainable) and self.on_incomplete is not None:
-                    self.on_incomplete(unit)
             self.reduce(unit)
         self.cursor = len(self.order)
         self.drain()  # a late unit's first reduction must have landed before it is added to

@@ -2,19 +2,22 @@
 """Module and tensor hooks; each body calls one method of ``fetch`` or ``grads``.
 
 A *scope* is a hooked module and the units its forward and backward need. Hooks sit on the few modules that own units,
-not on every leaf. A unit may be released in the backward in two ways:
+not on every leaf. The backward of a scope is entered when the gradient of an output that it made is there. It is left
+when a scope that it neither contains nor is part of is entered: autograd runs, of the nodes that are ready, the one
+created last, so whatever the left scope computed after the entered one is done by then. Then its weights are released
+and, unless an earlier call of it is still to come, its gradients are reduced.
 
-- by count: all its parameters are trainable and every gradient has arrived, so every use of its weights is done;
-- by watching (units with frozen or unused parameters): the gradients of all the module's inputs have arrived, so the
-  module's backward is done. Each call counts for itself, since a module may be used twice in one step.
-
-Whatever sends no signal is released when the backward ends.
+Entering and leaving depend on which modules ran, never on which parameters inside a module got a gradient. So ranks
+whose data take different branches inside a module issue the same collectives in the same order, reductions and gathers
+alike (deepspeedai/DeepSpeed#7461, #7844). Whatever was not left is reduced and released when the backward ends.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,44 +31,42 @@ from .grads import GradReducer
 from .param import ShardedParam
 from .unit import ShardedUnit
 
+_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+"""Number that this thread's next autograd node gets."""
+
 
 class Scope:
-    """A hooked module, the units it needs, and those found to be used by it although another module owns them."""
+    """A hooked module, the units it needs, and those found to be used by it although another module owns them.
 
-    __slots__ = ("extras", "module", "name", "pre_backward", "units", "watched")
+    Attributes:
+        related: the scopes of modules that contain this one or that this one contains; ``started``: number of the first
+            autograd node that the running forward may make; ``calls``: its forward calls whose backward is still to be
+            entered (a call dies with the graph that it is part of).
+    """
+
+    __slots__ = ("calls", "extras", "module", "name", "related", "started", "units")
 
     def __init__(self, module: nn.Module, name: str, units: list[ShardedUnit]) -> None:
         self.module, self.name, self.units = module, name, units
         self.extras: list[ShardedUnit] = []
-        self.watched = False
-        self.pre_backward: Callable[[torch.Tensor], None] = _unset
+        self.related: frozenset[Scope] = frozenset()
+        self.started = 0
+        self.calls: list[weakref.ref[_Call]] = []
 
-
-def _unset(_: torch.Tensor) -> None:
-    raise AssertionError("hooks are not installed")
+    def to_come(self) -> bool:
+        """Whether the backward of one of the calls is still to be entered."""
+        self.calls = [call for call in self.calls if call() is not None]
+        return bool(self.calls)
 
 
 class _Call:
-    """One forward call of a watched scope, until its backward is done."""
+    """One forward call of a scope; the hooks on its outputs keep it alive."""
 
-    __slots__ = ("done", "entered", "hooks", "remaining", "scope")
+    __slots__ = ("__weakref__",)
 
-    def __init__(self, hooks: ScopeHooks, scope: Scope, remaining: int) -> None:
-        self.hooks, self.scope, self.remaining = hooks, scope, remaining
-        self.entered = self.done = False
 
-    def output_grad(self, _: torch.Tensor) -> None:
-        if not self.entered:
-            self.entered = True
-            for unit in self.scope.units:
-                unit.holds += 1
-        self.hooks.enter_backward(self.scope)
-
-    def input_grad(self, _: torch.Tensor) -> None:
-        self.remaining -= 1
-        if self.remaining == 0 and self.entered and not self.done:
-            self.done = True
-            self.hooks.leave_backward(self.scope)
+MANY_CALLS = 16
+"""Forward calls of one scope after which those that no graph holds any more are looked for."""
 
 
 class ScopeHooks:
@@ -76,23 +77,22 @@ class ScopeHooks:
         self.managed = False
         self.pass_owner: nn.Module | None = None
         self.active: list[Scope] = []
-        self.calls: dict[Scope, list[_Call]] = {}
+        self.entered: list[Scope] = []
         self.owners: dict[ShardedUnit, list[Scope]] = {}
         self.forward_handles: list[RemovableHandle] = []
         self.backward_handles: list[RemovableHandle] = []
         self.root_scope = next((s for s in scopes if s.module is root), None) or Scope(root, "", [])
-        for scope in [*scopes, self.root_scope]:
-            scope.pre_backward = self._pre_backward_of(scope)
+        scope_of = {scope.module: scope for scope in [*scopes, self.root_scope]}
+        for scope in scope_of.values():
+            for child in scope.module.modules():
+                if child in scope_of and child is not scope.module:
+                    scope_of[child].related |= {scope}
+                    scope.related |= {scope_of[child]}
             for unit in scope.units:
                 self.owners.setdefault(unit, []).append(scope)
-        for unit in fetcher.units:
-            unit.on_access = self.on_access
-            if any(not p.param.requires_grad for p in unit.params):
-                self.watch(unit)
-        for unit in fetcher.persistent:
+        for unit in [*fetcher.units, *fetcher.persistent]:
             unit.on_access = self.on_access
         if grads is not None:
-            grads.on_incomplete = self.watch
             grads.begin_backward = self.begin_backward
 
     # -- installation
@@ -141,14 +141,6 @@ class ScopeHooks:
         self.forward_handles.clear()
         self.backward_handles.clear()
 
-    def watch(self, unit: ShardedUnit) -> None:
-        """Release ``unit`` by watching its modules' inputs: counting gradients will not tell."""
-        if unit.persistent or unit.watched:
-            return
-        unit.watched = True
-        for scope in self.owners.get(unit, []):
-            scope.watched = True
-
     # -- forward
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
@@ -163,7 +155,6 @@ class ScopeHooks:
             return
         self.pass_owner = module
         self.active.clear()
-        self.calls.clear()
         grad = torch.is_grad_enabled()
         if grad and self.grads is not None and not self.grads.has_gradients and self.grads.shards.allocated:
             self.grads.shards.free()
@@ -177,61 +168,72 @@ class ScopeHooks:
 
     def _root_output(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(self.root_scope.pre_backward)
+            self._hook_outputs(self.root_scope, tensors_in(output))
 
-    def _forward_hooks_of(self, scope: Scope) -> tuple[Callable[..., None], Callable[..., None]]:
+    def _forward_hooks_of(self, scope: Scope) -> tuple[Callable[..., None], Callable[..., Any]]:
         fetcher, units, active = self.fetcher, scope.units, self.active
         extras = scope.extras
 
         def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
             active.append(scope)
+            scope.started = _next_node()
             for unit in units:
                 fetcher.acquire(unit)
             for unit in extras:
                 fetcher.acquire(unit)
-            if scope.watched and torch.is_grad_enabled():
-                self._watch_inputs(scope, args, kwargs)
 
-        def post_forward(module: nn.Module, args: Any, output: Any) -> None:
+        def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
             if active and active[-1] is scope:
                 active.pop()
-            self._watch_outputs(scope, output, torch.is_grad_enabled())
+            if type(output) is torch.Tensor:
+                if self._is_weights(scope, output):
+                    output = output.clone()  # a view of the weights would dangle once they are released
+                tensors: Any = (output,)
+            else:
+                tensors = self._tensors_of(scope, output)
+            if torch.is_grad_enabled():
+                self._hook_outputs(scope, tensors)
+                if not tensors:
+                    for unit in units:
+                        unit.hold_until_flush = True
             for unit in units:
                 fetcher.leave(unit)
             for unit in extras:
                 fetcher.leave(unit)
+            return output
 
         return pre_forward, post_forward
 
-    def _watch_inputs(self, scope: Scope, args: Any, kwargs: Any) -> None:
-        inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
-        call = _Call(self, scope, len(inputs))
-        self.calls.setdefault(scope, []).append(call)
-        for tensor in inputs:
-            tensor.register_hook(call.input_grad)
-
-    def _watch_outputs(self, scope: Scope, output: Any, grad: bool) -> None:
-        hook = scope.pre_backward
-        if grad and scope.watched:
-            calls = self.calls.get(scope)
-            if calls:
-                hook = calls.pop().output_grad
-        if type(output) is torch.Tensor:
-            tensors: Any = (output,)
-        else:
-            tensors = list(tensors_in(output))
+    def _tensors_of(self, scope: Scope, output: Any) -> list[torch.Tensor]:
+        tensors = list(tensors_in(output))
         for tensor in tensors:
-            if grad and tensor.requires_grad:
-                tensor.register_hook(hook)
-            pointer = tensor.untyped_storage().data_ptr()
-            for unit in scope.units:
-                if unit.storage is not None and unit.storage.data_ptr() == pointer:
+            if self._is_weights(scope, tensor):
+                for unit in scope.units:
                     unit.hold_until_flush = True  # the module returned (a view of) its weights
-        if grad and not tensors:
-            for unit in scope.units:
-                unit.hold_until_flush = True
+        return tensors
+
+    def _is_weights(self, scope: Scope, tensor: torch.Tensor) -> bool:
+        if tensor.layout is not torch.strided:
+            return False
+        pointer = tensor.untyped_storage().data_ptr()
+        for unit in scope.units:
+            if unit.storage is not None and unit.storage.data_ptr() == pointer:
+                return True
+        return False
+
+    def _hook_outputs(self, scope: Scope, tensors: Iterable[torch.Tensor]) -> None:
+        call = _Call()
+        hook = partial(self._output_grad, scope, call)
+        hooked = False
+        for tensor in tensors:
+            node = tensor.grad_fn
+            if node is not None and node._sequence_nr() >= scope.started:  # else the module only hands it on
+                tensor.register_hook(hook)
+                hooked = True
+        if hooked:
+            if len(scope.calls) > MANY_CALLS:
+                scope.to_come()
+            scope.calls.append(weakref.ref(call))
 
     def on_access(self, params: list[ShardedParam], computing: bool) -> None:
         """Released parameters are about to be computed with: gather their units and remember who uses them.
@@ -240,7 +242,7 @@ class ScopeHooks:
             computing: other tensors take part, so this is no inspection of parameters alone.
         """
         fetcher = self.fetcher
-        inside = bool(self.active) or fetcher.in_forward or fetcher.in_backward
+        inside = bool(self.active) or fetcher.in_forward or (fetcher.in_backward and computing)
         if not inside and not computing:
             return
         scope = self.active[-1] if self.active else self.root_scope
@@ -259,34 +261,48 @@ class ScopeHooks:
 
     # -- backward
 
-    def _pre_backward_of(self, scope: Scope) -> Callable[[torch.Tensor], None]:
-        def pre_backward(_: torch.Tensor) -> None:
-            self.enter_backward(scope)
-
-        return pre_backward
+    def _output_grad(self, scope: Scope, call: _Call, _: torch.Tensor) -> None:
+        """The gradient of an output of ``call`` is there."""
+        calls = scope.calls
+        for position, known in enumerate(calls):
+            if known() is call:
+                del calls[position]
+                break
+        self.enter_backward(scope)
 
     def enter_backward(self, scope: Scope) -> None:
-        """The first gradient of one of the scope's outputs is there."""
-        fetcher = self.fetcher
+        """The backward of one call of ``scope`` begins; scopes that do not contain it are done with theirs."""
+        fetcher, grads, entered = self.fetcher, self.grads, self.entered
         if not fetcher.in_backward:
             self.begin_backward()
+        if not entered or entered[-1] is not scope:
+            for other in entered[:]:
+                if other is not scope and other not in scope.related:
+                    entered.remove(other)
+                    self.leave_backward(other)
+            if scope not in entered:
+                entered.append(scope)
         for unit in scope.units:
             fetcher.acquire_backward(unit)
+            if grads is not None and unit.complete and unit.epoch == grads.epoch and not unit.late:
+                grads.reduce_again(unit)
         for unit in scope.extras:
             unit.hold_until_flush = True
             fetcher.acquire_backward(unit)
 
     def leave_backward(self, scope: Scope) -> None:
-        """The backward of one call of a watched scope is done."""
+        """The backward of the calls of ``scope`` that were entered is done: release, and reduce what is complete."""
         for unit in scope.units:
-            if unit.holds:
-                unit.holds -= 1
-            if unit.holds or not unit.watched:
+            if unit.hold_until_flush:
                 continue
-            self.fetcher.release_backward(unit)
-            if self.grads is not None and len(self.owners[unit]) == 1 and not unit.hold_until_flush:
-                if not any(p.external for p in unit.params):
+            owners = self.owners[unit]
+            if len(owners) > 1:
+                if any([owner in self.entered for owner in owners]):
+                    continue
+            elif self.grads is not None and not unit.params[0].external:
+                if not scope.calls or not scope.to_come():
                     self.grads.complete(unit)
+            self.fetcher.release_backward(unit)
 
     def begin_backward(self) -> None:
         """Called at every first sign of a backward; begins it if it has not begun."""
@@ -308,6 +324,7 @@ class ScopeHooks:
         if not self.fetcher.in_backward:
             return
         self.active.clear()
+        self.entered.clear()
         try:
             if self.grads is not None:
                 if completed:

@@ -110,9 +110,7 @@ class ShardedModel:
                 scopes.append(Scope(place.module, place.name, list(needed)))
         reducer = None
         if grad_shards is not None:
-            reducer = GradReducer(
-                [*standing, *units], plan.groups, grad_shards, comm_dtype, self.fetcher.release_backward
-            )
+            reducer = GradReducer([*standing, *units], plan.groups, grad_shards, comm_dtype)
         self.hooks = ScopeHooks(self.module, scopes, self.fetcher, reducer)
         self.hooks.install()
         return reducer

@@ -184,7 +184,6 @@ class ShardedParam:
     """
 
     __slots__ = (
-        "arrived",
         "dtype",
         "edits",
         "external",
@@ -246,7 +245,6 @@ class ShardedParam:
         self.external = False
         self.leaf = False
         self.pins = 0
-        self.arrived = -1
         self.grad_is_ready = True
 
     @property

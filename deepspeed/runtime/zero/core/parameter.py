@@ -22,18 +22,16 @@ from . import fetch
 from .param import ShardedParam, ZeroParamStatus, ZeroParamType
 
 _PASS = frozenset(
-    """size numel dim ndimension nelement stride element_size storage_offset is_floating_point is_complex is_signed
-    detach data_ptr requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad untyped_storage storage
-    storage_type is_contiguous get_device to cpu cuda type type_as half float double bfloat16 int long __repr__ __str__
-    __format__ __len__ __bool__ __hash__ __reduce_ex__ __reduce__ __setstate__ __deepcopy__ __dir__ is_pinned is_shared
-    pin_memory share_memory_ is_inference is_set_to is_same_size is_conj is_neg is_coalesced empty_like zeros_like
-    ones_like new_empty new_zeros new_ones new_tensor new_full backward view reshape clone contiguous tolist
-    has_names is_meta is_leaf names _is_view _has_compatible_shallow_copy_type _typed_storage get_device""".split()
+    """element_size is_floating_point is_complex is_signed requires_grad_ register_hook
+    register_post_accumulate_grad_hook retain_grad untyped_storage storage storage_type get_device type_as __repr__
+    __str__ __format__ __hash__ __reduce_ex__ __reduce__ __setstate__ __deepcopy__ __dir__ is_pinned is_shared
+    share_memory_ is_inference is_set_to is_conj is_neg is_coalesced new_empty new_zeros new_ones new_tensor new_full
+    backward has_names names _is_view _has_compatible_shallow_copy_type _typed_storage data_ptr""".split()
 )
-"""Operations that a released parameter answers as the empty tensor it shows."""
+"""Operations that do not look at weights or their shape: a released parameter answers as the empty tensor it is."""
 
-_TRANSPOSED = frozenset(("T", "mT", "H", "mH", "real", "imag"))
-"""Properties that compute with the weights."""
+_SHAPED = frozenset(("T", "mT", "H", "mH", "real", "imag", "shape", "ndim", "data", "nbytes"))
+"""Properties that depend on weights or their shape."""
 
 
 class ZeroParameter(nn.Parameter):
@@ -261,9 +259,8 @@ class ReleasedZeroParameter(ZeroParameter):
         name = getattr(func, "__name__", "")
         if name == "__get__" or name == "__set__":
             attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-            if attribute not in _TRANSPOSED:
-                with torch._C.DisableTorchFunctionSubclass():
-                    return func(*args, **(kwargs or {}))
+            if attribute in _SHAPED and name == "__get__":
+                _show_released(func, args, kwargs)
         elif name not in _PASS and (not name.endswith("_") or name.startswith("__")):
             _show_released(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
@@ -271,15 +268,15 @@ class ReleasedZeroParameter(ZeroParameter):
 
 
 def _show_released(func: Any, args: Any, kwargs: Any) -> None:
-    """Gather the released parameters among the arguments if this is a computation of a forward.
+    """Gather the released parameters among the arguments if a forward uses them.
 
-    Outside a forward an operation on nothing but parameters is taken as an inspection (a rank may do it alone, and a
-    gather is collective): it sees the empty tensor.
+    In a forward any use counts, also of the shape alone. Outside one an operation on nothing but parameters is taken as
+    an inspection (a rank may do it alone, and a gather is collective): it sees the empty tensor.
     """
     tensors = [t for t in _leaves((args, kwargs or {})) if isinstance(t, torch.Tensor)]
     released = [t for t in tensors if isinstance(t, ReleasedZeroParameter)]
-    if not released:
-        return
+    if not released or (getattr(func, "__name__", "") == "to" and tensors[0] is not released[0]):
+        return  # x.to(weight) asks for a dtype and a device
     on_access = released[0]._sharded.unit.on_access
     others = len(tensors) > sum(isinstance(t, ZeroParameter) for t in tensors)
     if on_access is not None:

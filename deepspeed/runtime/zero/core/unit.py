@@ -51,8 +51,7 @@ class ShardedUnit:
         allocated: whether the storage has memory.
         exposed: whether every parameter shows its full weights.
         handle: the gather in flight, and ``incoming`` the parameters that it fills.
-        users: forwards that use the unit now; ``holds``: backwards that need it; ``pinned``: parameters that a
-            ``GatheredParameters`` context holds.
+        users: forwards that use the unit now; ``pinned``: parameters that a ``GatheredParameters`` context holds.
     """
 
     __slots__ = (
@@ -68,7 +67,6 @@ class ShardedUnit:
         "fulls",
         "handle",
         "hold_until_flush",
-        "holds",
         "incoming",
         "index",
         "keep_eval",
@@ -80,7 +78,6 @@ class ShardedUnit:
         "numel",
         "on_access",
         "params",
-        "pending",
         "persistent",
         "pinned",
         "secondaries",
@@ -90,7 +87,6 @@ class ShardedUnit:
         "trainable",
         "users",
         "visited",
-        "watched",
     )
 
     def __init__(self, params: list[ShardedParam], device: torch.device, ledger: Ledger | None = None) -> None:
@@ -114,14 +110,13 @@ class ShardedUnit:
         self.aliased = params[0].groups.primary.size == 1 and params[0].shard.device == device
         self.handle: Handle | None = None
         self.incoming: list[ShardedParam] = []
-        self.users = self.holds = self.pinned = 0
+        self.users = self.pinned = 0
         self.hold_until_flush = False
         self.keep_forward = self.keep_eval = False
-        # what grads.py keeps here: parameters that get a gradient, how many are missing in backward `epoch`
+        # what grads.py keeps here: parameters that get a gradient; whether it was reduced in backward `epoch`, or twice
         self.trainable: list[ShardedParam] = []
-        self.pending = 0
         self.epoch = self.visited = -1
-        self.complete = self.late = self.watched = False
+        self.complete = self.late = False
         for p in params:
             p.unit = self
 
@@ -235,7 +230,7 @@ class ShardedUnit:
         sizes = [p.padded_numel // channel.size for p in self.params]
         with torch.inference_mode(False):
             flat = torch.zeros(sum(sizes), dtype=self.dtype, device=self.device)
-            for p, size, secondary in zip(self.params, sizes, flat.split(sizes), strict=True):
+            for p, secondary in zip(self.params, flat.split(sizes), strict=True):
                 if p.secondary is not None and p.secondary_version == p.version:  # taken over from another unit
                     secondary.copy_(p.secondary)
                 p.secondary = secondary
