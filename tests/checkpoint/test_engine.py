@@ -20,6 +20,7 @@ from tests.checkpoint.forked import ranks
 
 GOLDEN = Path(__file__).parent / "golden"
 HPZ = {"zero_hpz_partition_size": 2}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 PLAIN: dict[str, Any] = {}
 
 
@@ -123,7 +124,11 @@ def _save_after_universal(source: str, target: str) -> None:
     eng.save_checkpoint(target)
 
 
-@pytest.mark.parametrize(("world", "zero"), [(2, PLAIN), (4, HPZ)], ids=["plain", "hpz"])
+@pytest.mark.parametrize(
+    ("world", "zero"),
+    [(2, PLAIN), (4, HPZ), (2, OFFLOAD), (4, {**HPZ, **OFFLOAD})],
+    ids=["plain", "hpz", "cpu", "hpz-cpu"],
+)
 def test_loads_on_a_used_engine(tmp_path: Path, world: int, zero: dict[str, Any]) -> None:
     """C10, report 23: a/b/a/b between training steps; each evaluation is that of the tag."""
     ranks(_alternate, world, str(tmp_path), zero)
@@ -264,6 +269,43 @@ def _mid_accumulation(folder: str) -> None:
             candidate.set_gradient_accumulation_boundary(is_boundary=step == 4)
             candidate.step()
     real.same(real.weights(eng), real.weights(reference))
+
+
+def test_save_inside_a_forward(tmp_path: Path) -> None:
+    """C11: a save while units are gathered and prefetches are in flight holds the right shards."""
+    ranks(_inside, 4, str(tmp_path))
+
+
+def _inside(folder: str) -> None:
+    eng = real.engine("bf16_groups", zero={**HPZ, "stage3_prefetch_bucket_size": 10**6})
+    real.train(eng, 0, 1, 2)
+    handle = eng.module.up.register_forward_hook(lambda *_: (eng.save_checkpoint(folder), None)[1])
+    inside = eng(*gm.batch(3, dist.get_rank()))
+    handle.remove()
+    eng.backward(inside)
+    eng.step()
+    losses = [real.mean(inside), *real.train(eng, 4)]
+    fresh = real.engine("bf16_groups", seed=99, zero=HPZ)
+    fresh.load_checkpoint(folder)
+    assert real.train(fresh, 3, 4) == losses
+
+
+def test_memory_stays_flat(tmp_path: Path) -> None:
+    """Report 68: many saves and loads later the process is no larger than after the second."""
+    ranks(_many, 1, str(tmp_path), timeout=120)
+
+
+def _many(folder: str) -> None:
+    eng = real.engine()
+    sizes = []
+    for round_ in range(20):
+        eng.save_checkpoint(folder, tag=f"t{round_ % 2}")
+        eng.save_16bit_model(folder)
+        eng.load_checkpoint(folder)
+        with open("/proc/self/statm") as statm:
+            sizes.append(int(statm.read().split()[1]) * 4)
+    assert sizes[-1] - sizes[2] < 2000, sizes
+    assert len(list(Path("/proc/self/fd").iterdir())) < 60
 
 
 # -- whole weights --------------------------------------------------------------------------------------------------
