@@ -506,3 +506,12 @@ def fuzz(names: list[str], zero: dict[str, Any]) -> Any:
     calls = Calls(build(models.blocks(), config(**zero)))
     seen = [getattr(calls, name)() for name in names]
     return {"seen": seen, "weights": weights(calls.engine), "left": idle(calls.engine)}
+
+
+def vote_cost() -> Any:
+    """Elements of every exchange of three steps."""
+    engine = build(models.blocks())
+    with watch(wire, "exchange", note=lambda args, _: args[0].numel()) as seen:
+        for number in range(3):
+            step(engine, number)
+    return seen.log

@@ -21,7 +21,7 @@ from deepspeed.errors import CollectiveTimeout
 from deepspeed.utils.logging import logger
 
 from . import wire
-from .param import ShardedParam, ZeroParamStatus
+from .param import Checks, ShardedParam, ZeroParamStatus
 from .trace import Trace, reuse_distances
 from .unit import Ledger, ShardedUnit, conceal_param, expose_param
 
@@ -96,7 +96,7 @@ def _issue(
         traffic.gathers_across += 1
         traffic.gather_bytes_across += received
     if groups.checks is not None:
-        groups.checks.before_gather(unit, stale, inside=False)
+        _check(groups.checks, unit, stale, inside=False)
     traffic.place.mix(unit.index)
     try:
         unit.handle = wire.gather(outs, ins, groups.primary)
@@ -120,7 +120,7 @@ def _issue_hpz(
     traffic.gathers_inside += 1
     traffic.gather_bytes_inside += sum([t.nbytes for t in outs]) - sum([t.nbytes for t in ins])
     if groups.checks is not None:
-        groups.checks.before_gather(unit, stale, inside=True)
+        _check(groups.checks, unit, stale, inside=True)
     traffic.place.mix(unit.index)
     try:
         handle = wire.gather(outs, ins, secondary)
@@ -161,12 +161,26 @@ def finish_gather(unit: ShardedUnit) -> None:
 
 
 def _failed(unit: ShardedUnit, error: BaseException) -> BaseException:
-    """The error for a gather of ``unit`` that failed: its memory holds nothing, and no copy may be made of it."""
+    """The error for a gather of ``unit`` that failed."""
+    _holds_nothing(unit)
+    return unit.params[0].groups.lost(f"gathering {unit}", error)
+
+
+def _holds_nothing(unit: ShardedUnit) -> None:
+    """The memory of ``unit`` is undefined: it is not new, and no copy may be made of it."""
     unit.fresh = False
     unit.incoming = []
     for p in unit.params:
         p.full_version = -1
-    return unit.params[0].groups.lost(f"gathering {unit}", error)
+
+
+def _check(checks: Checks, unit: ShardedUnit, stale: Sequence[ShardedParam], inside: bool) -> None:
+    """What ``enable_sanity_checks`` looks at before a gather."""
+    try:
+        checks.before_gather(unit, stale, inside)
+    except RuntimeError:
+        _holds_nothing(unit)
+        raise
 
 
 def release(unit: ShardedUnit, keep: bool = False) -> None:
@@ -299,8 +313,8 @@ class Fetcher:
         """Issue the gather of ``unit`` and count it."""
         if unit.fresh:
             return
+        self.live[unit] = None  # before it can fail: what is in here is released in the end
         start_gather(unit)
-        self.live[unit] = None
 
     def ready(self, unit: ShardedUnit) -> None:
         """Make the newest weights of ``unit`` visible, waiting for them where needed."""
