@@ -50,6 +50,7 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
     ) -> None:
         self.sharded, self.master, self.grads, self.grad_shards = model, master, grads, shards
         self.loss_scaler = loss_scaler
+        grads.loss_scale = lambda: loss_scaler.loss_scale
         self.dtype = dtype
         self.clip_grad = clip
         self.skip_non_finite, self.max_skipped_steps = skip_non_finite, max_skipped_steps

@@ -108,6 +108,7 @@ class GradReducer:
     ) -> None:
         self.groups, self.shards, self.comm_dtype = groups, shards, comm_dtype
         self.begin_backward: Callable[[], None] = lambda: None
+        self.loss_scale: Callable[[], float] = lambda: 1.0
         self.running = False
         self.order: list[ShardedUnit] = []
         trained = {p for params in shards.members for p in params}
@@ -155,6 +156,8 @@ class GradReducer:
         """A backward begins."""
         self.epoch = epoch
         self.running = True
+        if not self.filled:
+            self.shards.loss_scale = self.loss_scale()
         self.cursor = 0
         self.late = []
         self.arrivals = []
