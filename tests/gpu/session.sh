@@ -13,7 +13,7 @@ export GPU_SESSION_RESULTS=$folder/gpu-results.txt GPU_SESSION_NOTES=$folder/gpu
 export GPU_SESSION_END=$(($(date +%s) + limit - 8))
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 python=${PYTHON:-python3}
-: >"$GPU_SESSION_RESULTS" >"$GPU_SESSION_NOTES"
+: >"$GPU_SESSION_RESULTS"
 : >"$GPU_SESSION_NOTES"
 if [ $# -eq 0 ]; then
   set -- parity hpz streams no_sync checkpoints memory fused_step wire faults

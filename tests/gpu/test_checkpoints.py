@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from typing import Any
 
@@ -71,7 +72,7 @@ def _resume(cases: list[Case], folder: str) -> list[Any]:
 def _evaluate_only(cases: list[Case], folder: str) -> list[float]:
     losses = []
     for index, case in enumerate(cases):
-        engine = engine_of(case)
+        engine = engine_of(dataclasses.replace(case, hpz=1))
         engine.load_checkpoint(f"{folder}/{index}")
         losses.append(_evaluate(engine))
         engine.destroy()
