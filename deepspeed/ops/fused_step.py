@@ -94,14 +94,22 @@ def kernel_is_available(device_type: str) -> bool:
     return True
 
 
-def apply(work: Shard, scale: torch.Tensor, skip: torch.Tensor, options: AdamStep) -> None:
+def apply(
+    work: Shard,
+    scale: torch.Tensor,
+    skip: torch.Tensor,
+    options: AdamStep,
+    corrections: torch.Tensor | None = None,
+) -> None:
     """Step ``work`` in place; queued on the current stream.
 
     Args:
         scale: 0-d float32, what the gradient is divided by.
         skip: 0-d float32; unless zero, nothing is changed.
+        corrections: ``bias_corrections`` where the caller has them already.
     """
-    corrections = bias_corrections(work.step, options)
+    if corrections is None:
+        corrections = bias_corrections(work.step, options)
     if kernel_is_available(work.grad.device.type):
         from . import fused_step_triton
 

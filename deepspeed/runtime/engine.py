@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,8 +26,8 @@ from deepspeed.runtime.engine_parts.counter import StepCounter
 from deepspeed.runtime.engine_parts.getters import ConfigGetters
 from deepspeed.runtime.engine_parts.reporting import Reporter
 from deepspeed.runtime.lr_schedules import build_scheduler
-from deepspeed.runtime.zero.core.hooks import tensors_in
 from deepspeed.runtime.zero.checks import Agreement
+from deepspeed.runtime.zero.core.hooks import tensors_in
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.topology import current_device
@@ -80,7 +80,8 @@ class DeepSpeedEngine(CheckpointMixin, ConfigGetters, nn.Module):
         self.module = model
         _move_buffers(model, self.device)
         with agreement if agreement is not None else Agreement("DeepSpeedEngine") as agreed:
-            self.optimizer: Any = build_optimizer_and_shards(model, self._config, optimizer, model_parameters, agreed)
+            sharded = build_optimizer_and_shards(model, self._config, optimizer, model_parameters, agreed)
+        self.optimizer = cast(Any, sharded)
         self.basic_optimizer = getattr(self.optimizer, "optimizer", None)
         self.lr_scheduler = self._scheduler(lr_scheduler)
         self._stepped_scheduler: Any = None

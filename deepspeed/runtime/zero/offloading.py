@@ -95,7 +95,7 @@ def _tensors(optimizer: DeepSpeedZeroOptimizer_Stage3, kind: OffloadStateTypeEnu
         flats = [sub.shards for sub in master.sub_groups if sub.shards is not None and not sub.aliased]
         return [*flats, *(p.shard for p in optimizer.sharded.params.values() if p not in master.flat_params)]
     if kind is Kinds.lp_grads:
-        return list(optimizer.grad_shards.flats)
+        return optimizer.grad_shards.flats()
     return []
 
 

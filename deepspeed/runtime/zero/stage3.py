@@ -170,10 +170,10 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
         if checks is not None:
             checks.before_step(list(self.master.places))
         self.steps += 1
-        shards = [(p.name, shard) for p, shard in self.grad_shards.slices.items() if shard.numel()]
+        shards = self.grad_shards.items()
         self.verdict = vote(
             [shard for _, shard in shards],
-            [name for name, _ in shards],
+            [p.name for p, _ in shards],
             self.sharded.plan.groups,
             self.sharded.plan.device,
             self.loss_scaler.loss_scale,

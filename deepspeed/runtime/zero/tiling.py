@@ -86,15 +86,16 @@ class TiledLinear(nn.Module):
         return self._combine([self._row(row, pieces) for row in self._rows()])
 
     def _rows(self) -> list[list[nn.Module]]:
-        return [list(row) for row in self.linears]  # type: ignore[arg-type]
+        return [list(row.children()) for row in self.linears]
 
     def _pieces(self, input_: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if not self.input_is_already_split:
             assert isinstance(input_, torch.Tensor), "a tensor is expected; pieces need input_is_already_split=True"
-            return input_.split(self.in_sizes, dim=-1)
+            pieces: Sequence[torch.Tensor] = input_.split(self.in_sizes, dim=-1)
+            return pieces
         if len(input_) != self.in_splits:
             raise UsageError(f"TiledLinear: {len(input_)} input pieces, expected in_splits = {self.in_splits}")
-        return input_
+        return list(input_)
 
     def _row(self, row: list[nn.Module], inputs: Sequence[torch.Tensor]) -> Any:
         output = row[0](inputs[0])

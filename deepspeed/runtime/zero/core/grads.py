@@ -7,8 +7,8 @@ Invariants:
   order is the reverse of the modules' until rank 0's first backward has shown a better one.
 - Reducing is additive. A gradient that arrives after its unit was reduced (a parameter used in two separately
   checkpointed segments) is reduced once more at the end of the backward: later, never wrong.
-- Gradient shards are allocated at the first reduction of an accumulation window and freed when the next window's
-  first forward begins (they stay readable after ``step``).
+- Gradient shards are allocated page by page as the first reductions of an accumulation window need them, and freed when
+  the next window's first forward begins (they stay readable after ``step``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from deepspeed.errors import CollectiveTimeout
 
-from . import wire
+from . import layout, wire
 from .param import ShardedParam, ShardGroups, reduction_of
 from .unit import ShardedUnit
 
@@ -28,8 +28,29 @@ MAX_INFLIGHT = 2
 """Units whose full gradients may be alive while their reduction is on the wire."""
 
 
+PAGES = 4
+"""Buffers that a large sub-group's gradient shards are cut into, so that they need not all live from the first one."""
+PAGE_NUMEL = 1 << 24
+"""Elements that a page has at least, unless the sub-group has fewer."""
+
+
+class Page:
+    """A run of a sub-group's parameters whose gradient shards share one flat buffer.
+
+    Attributes:
+        start: where the run begins in the sub-group; ``flat``: the buffer (1-D), or None while there is none.
+    """
+
+    __slots__ = ("flat", "params", "sizes", "start")
+
+    def __init__(self, start: int, params: list[ShardedParam]) -> None:
+        self.start, self.params = start, params
+        self.sizes = [p.shard.numel() for p in params]
+        self.flat: torch.Tensor | None = None
+
+
 class GradShards:
-    """One flat gradient buffer per sub-group, allocated when needed; each parameter's slice of it.
+    """This rank's gradient shards: per sub-group a few pages, each allocated when its first gradient is reduced.
 
     ``loss_scale`` is what the loss was multiplied by; ``divided_by`` is what a fused step already divided the buffers
     by (it unscales and clips in place), or None.
@@ -37,39 +58,74 @@ class GradShards:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
-        self.numels: list[int] = []
-        self.members: list[list[ShardedParam]] = []
-        self.flats: list[torch.Tensor] = []
+        self.pages: list[list[Page]] = []
+        self.page_of: dict[ShardedParam, Page] = {}
         self.slices: dict[ShardedParam, torch.Tensor] = {}
         self.loss_scale = 1.0
         self.divided_by: torch.Tensor | None = None
 
     def add_sub_group(self, params: list[ShardedParam]) -> None:
-        """Give ``params`` their places in a new flat buffer, in order, without gaps."""
-        self.members.append(params)
-        self.numels.append(sum(p.shard.numel() for p in params))
+        """Give ``params`` their places in a new sub-group, in order, without gaps."""
+        sizes = [p.shard.numel() for p in params]
+        pages, start = [], 0
+        for run in layout.pack_sub_groups(sizes, max(PAGE_NUMEL, sum(sizes) // PAGES)):
+            page = Page(start, [params[i] for i in run])
+            pages.append(page)
+            start += sum(page.sizes)
+            self.page_of.update((p, page) for p in page.params)
+        self.pages.append(pages)
+
+    def __contains__(self, p: ShardedParam) -> bool:
+        return p in self.page_of
 
     @property
     def allocated(self) -> bool:
         """Whether there is memory for gradients."""
-        return bool(self.flats)
+        return bool(self.slices)
 
-    def allocate(self) -> None:
-        """Allocate every flat buffer (contents undefined)."""
-        if self.flats:
-            return
-        self.flats = [torch.empty(numel, dtype=self.dtype, device=self.device) for numel in self.numels]
-        self.renew_views()
+    def slice_of(self, p: ShardedParam) -> torch.Tensor:
+        """The slice of ``p`` (1-D), allocated if it has to be (contents undefined then)."""
+        found = self.slices.get(p)
+        if found is None:
+            page = self.page_of[p]
+            page.flat = torch.empty(sum(page.sizes), dtype=self.dtype, device=self.device)
+            self._cut(page)
+            found = self.slices[p]
+        return found
+
+    def _cut(self, page: Page) -> None:
+        assert page.flat is not None
+        self.slices.update(zip(page.params, page.flat.split(page.sizes), strict=True))
+
+    def parts(self, sub_group: int) -> list[tuple[int, torch.Tensor]]:
+        """The buffers of one sub-group, in order, each with its first element's place in the sub-group."""
+        return [
+            (page.start, page.flat) for page in self.pages[sub_group] if page.flat is not None and page.flat.numel()
+        ]
+
+    def items(self) -> list[tuple[ShardedParam, torch.Tensor]]:
+        """Every parameter with a non-empty slice, and the slice, in the order of the sub-groups."""
+        slices = self.slices
+        return [(p, slices[p]) for p in self.page_of if p in slices and slices[p].numel()]
+
+    def flats(self) -> list[torch.Tensor]:
+        """Every buffer."""
+        return [page.flat for pages in self.pages for page in pages if page.flat is not None]
 
     def renew_views(self) -> None:
-        """Make each parameter's slice anew after the flat buffers were allocated or moved."""
+        """Make each parameter's slice anew after the buffers moved."""
         self.slices = {}
-        for flat, params in zip(self.flats, self.members, strict=False):
-            self.slices.update(zip(params, flat.split([p.shard.numel() for p in params]), strict=True))
+        for pages in self.pages:
+            for page in pages:
+                if page.flat is not None:
+                    self._cut(page)
 
     def free(self) -> None:
         """Give the memory back."""
-        self.flats, self.slices, self.divided_by = [], {}, None
+        self.slices, self.divided_by = {}, None
+        for pages in self.pages:
+            for page in pages:
+                page.flat = None
 
     def true_gradient(self, p: ShardedParam) -> torch.Tensor | None:
         """This rank's slice of the averaged, unscaled, unclipped gradient in fp32, or None where there is none."""
@@ -111,9 +167,8 @@ class GradReducer:
         self.loss_scale: Callable[[], float] = lambda: 1.0
         self.running = False
         self.order: list[ShardedUnit] = []
-        trained = {p for params in shards.members for p in params}
         for unit in units:
-            unit.trainable = [p for p in unit.params if p in trained]
+            unit.trainable = [p for p in unit.params if p in shards]
             if unit.trainable:
                 self.order.append(unit)
         self.order.reverse()
@@ -183,8 +238,6 @@ class GradReducer:
     def reduce(self, unit: ShardedUnit) -> None:
         """Reduce-scatter the gradients of ``unit`` into its slices of the gradient shards."""
         shards = self.shards
-        if not shards.flats:
-            shards.allocate()
         if not self.filled:
             shards.divided_by = None
         if self.groups.checks is not None:
@@ -216,7 +269,7 @@ class GradReducer:
 
     def _take(self, unit: ShardedUnit, comm: torch.dtype, world: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Take the gradients off the parameters of ``unit``: flat and padded in ``comm``, and where each belongs."""
-        slices = self.shards.slices
+        slices, slice_of = self.shards.slices, self.shards.slice_of
         ins: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         for p in unit.trainable:
@@ -238,7 +291,8 @@ class GradReducer:
                 if p.numel != padded:
                     grad = torch.nn.functional.pad(grad, (0, padded - p.numel))
                 ins.append(grad)
-            targets.append(slices[p])
+            target = slices.get(p)
+            targets.append(slice_of(p) if target is None else target)
         return ins, targets
 
     def _zero(self, dtype: torch.dtype, numel: int) -> torch.Tensor:

@@ -164,7 +164,7 @@ class MasterWeights:
             return
         scale = verdict.scale.to(self.master_device)
         skip = verdict.skip.to(self.master_device)
-        if self.stepper.step(self.sub_groups, self.grads.flats, scale, skip):
+        if self.stepper.step(self.sub_groups, self.grads, scale, skip):
             self.grads.divided_by = verdict.scale
         for sub in self.sub_groups:
             sub.wrote()

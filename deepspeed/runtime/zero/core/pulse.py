@@ -76,7 +76,7 @@ class Pulse:
         if channel.group is None or channel.backend(torch.device("cpu")) == "fake":
             return None
         try:
-            store = c10d._get_default_store().clone()
+            store = c10d._get_default_store().clone()  # type: ignore[attr-defined]
             store.set_timeout(STORE_TIMEOUT)
             return cls(store, name, channel.rank, channel.size, place, channel.timeout)
         except (RuntimeError, OSError, ValueError):

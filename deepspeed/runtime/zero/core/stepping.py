@@ -20,7 +20,11 @@ from deepspeed.errors import ConfigError
 from deepspeed.ops import fused_step
 from deepspeed.ops.fused_step import AdamStep, Shard
 
+from .grads import GradShards
 from .subgroup import SubGroup
+
+Parts = list[tuple[int, torch.Tensor]]
+"""Buffers of one sub-group's gradients, each with its place: see ``GradShards.parts``."""
 
 STEP_CHUNK = 1 << 26
 """Elements whose gradients are converted to fp32 together: bounds the temporary memory of a step."""
@@ -34,8 +38,8 @@ class Stepper(Protocol):
 
     device_scaled: bool
 
-    def step(self, subs: list[SubGroup], grads: list[torch.Tensor], scale: torch.Tensor, skip: torch.Tensor) -> bool:
-        """Step every sub-group, ``grads[sub.index]`` divided by ``scale``, and write the shards; nothing changes where
+    def step(self, subs: list[SubGroup], grads: GradShards, scale: torch.Tensor, skip: torch.Tensor) -> bool:
+        """Step every sub-group, its gradients divided by ``scale``, and write the shards; nothing changes where
         ``skip`` is not zero. Returns whether the gradients were divided in place."""
         ...
 
@@ -86,7 +90,7 @@ class _Adam:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
 
-    def step(self, subs: list[SubGroup], grads: list[torch.Tensor], scale: torch.Tensor, skip: torch.Tensor) -> bool:
+    def step(self, subs: list[SubGroup], grads: GradShards, scale: torch.Tensor, skip: torch.Tensor) -> bool:
         """See ``Stepper.step``."""
         subs = [sub for sub in subs if sub.numel]
         states = [self._state(sub) for sub in subs]
@@ -99,7 +103,7 @@ class _Adam:
         divided = False
         for sub, state in zip(subs, states, strict=True):
             options = self._options(optimizer.param_groups[sub.group_index])
-            divided |= self._one(sub, state, grads[sub.index], scale, skip, options)
+            divided |= self._one(sub, state, grads.parts(sub.index), scale, skip, options)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look for
         for hook in optimizer._optimizer_step_post_hooks.values():
             hook(optimizer, (), {})
@@ -109,7 +113,7 @@ class _Adam:
         self,
         sub: SubGroup,
         state: dict[str, Any],
-        grad: torch.Tensor,
+        parts: Parts,
         scale: torch.Tensor,
         skip: torch.Tensor,
         options: AdamStep,
@@ -140,23 +144,26 @@ class OnePass(_Adam):
         self,
         sub: SubGroup,
         state: dict[str, Any],
-        grad: torch.Tensor,
+        parts: Parts,
         scale: torch.Tensor,
         skip: torch.Tensor,
         options: AdamStep,
     ) -> bool:
         halves = sub.low is not None
         flat = sub.shards is not None and not sub.aliased and sub.shards.device == sub.master.device
-        work = Shard(
-            grad.to(sub.master.device),
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            sub.shards if flat else None,
-            None if halves else sub.master,
-            sub.low,
-            state["step"],
-        )
-        fused_step.apply(work, scale, skip, options)
+        corrections = fused_step.bias_corrections(state["step"], options)
+        for start, grad in parts:
+            run = slice(start, start + grad.numel())
+            work = Shard(
+                grad.to(sub.master.device),
+                state["exp_avg"][run],
+                state["exp_avg_sq"][run],
+                sub.shards[run] if flat and sub.shards is not None else None,
+                None if halves else sub.master[run],
+                sub.low[run] if sub.low is not None else None,
+                state["step"],
+            )
+            fused_step.apply(work, scale, skip, options, corrections)
         if not flat:
             sub.write_back()
         return False
@@ -169,20 +176,20 @@ class Sliced(_Adam):
         self,
         sub: SubGroup,
         state: dict[str, Any],
-        grad: torch.Tensor,
+        parts: Parts,
         scale: torch.Tensor,
         skip: torch.Tensor,
         options: AdamStep,
     ) -> bool:
         kernel = torch._fused_adamw_ if options.decoupled else torch._fused_adam_
         device, step = sub.master.device, state["step"]
-        for start in range(0, sub.numel, STEP_CHUNK):
-            part = slice(start, min(start + STEP_CHUNK, sub.numel))
+        for start, grad in _slices(parts):
+            run = slice(start, start + grad.numel())
             kernel(
-                [sub.master[part]],
-                [grad[part].to(device=device, dtype=torch.float32)],
-                [state["exp_avg"][part]],
-                [state["exp_avg_sq"][part]],
+                [sub.master[run]],
+                [grad.to(device=device, dtype=torch.float32)],
+                [state["exp_avg"][run]],
+                [state["exp_avg_sq"][run]],
                 [],
                 [step],
                 lr=options.lr,
@@ -196,7 +203,7 @@ class Sliced(_Adam):
                 found_inf=skip,
             )
         sub.write_back()
-        return grad.dtype is torch.float32 and grad.device == device  # torch's kernel writes the quotient back
+        return any(is_fp32_on(grad, device) for _, grad in parts)  # torch's kernel writes the quotient back
 
 
 class Own:
@@ -207,14 +214,13 @@ class Own:
         # torch's marker of fused kernels that divide by `grad_scale` and heed `found_inf` on the device
         self.device_scaled = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
-    def step(self, subs: list[SubGroup], grads: list[torch.Tensor], scale: torch.Tensor, skip: torch.Tensor) -> bool:
+    def step(self, subs: list[SubGroup], grads: GradShards, scale: torch.Tensor, skip: torch.Tensor) -> bool:
         """See ``Stepper.step``."""
         divided = False
         for chunk in _chunks(subs):
             for sub in chunk:
-                grad = grads[sub.index]
-                divided |= grad.dtype is torch.float32 and grad.device == sub.master.device
-                full = grad.to(device=sub.master.device, dtype=torch.float32)
+                full = _whole(sub, grads.parts(sub.index))
+                divided |= any(full is grad for _, grad in grads.parts(sub.index))
                 sub.master.grad = full if self.device_scaled else full / scale
             if self.device_scaled:
                 self.optimizer.grad_scale = scale  # type: ignore[attr-defined]
@@ -227,6 +233,29 @@ class Own:
         for sub in subs:
             sub.write_back()
         return divided and self.device_scaled
+
+
+def is_fp32_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether ``tensor`` needs no conversion to be an fp32 gradient on ``device``."""
+    return tensor.dtype is torch.float32 and tensor.device == device
+
+
+def _slices(parts: Parts) -> Iterator[tuple[int, torch.Tensor]]:
+    """``parts`` cut into slices of at most ``STEP_CHUNK`` elements."""
+    for start, flat in parts:
+        for offset in range(0, flat.numel(), STEP_CHUNK):
+            yield start + offset, flat[offset : offset + STEP_CHUNK]
+
+
+def _whole(sub: SubGroup, parts: Parts) -> torch.Tensor:
+    """The fp32 gradient of a whole sub-group: the buffer itself where there is just one that fits, else a copy."""
+    device = sub.master.device
+    if len(parts) == 1 and is_fp32_on(parts[0][1], device):
+        return parts[0][1]
+    whole = torch.empty(sub.numel, dtype=torch.float32, device=device)
+    for start, flat in parts:
+        whole[start : start + flat.numel()].copy_(flat)
+    return whole
 
 
 def _chunks(subs: Iterable[SubGroup]) -> Iterator[list[SubGroup]]:

@@ -186,7 +186,7 @@ class ShardedUnit:
         for p in self.params:
             param = p.param
             param.__class__ = p.full_class
-            param.data = p.view
+            param.data = p.view  # type: ignore[assignment]  # there is a view wherever the unit is allocated
             p.status = AVAILABLE
         self.exposed = True
 
