@@ -21,7 +21,7 @@ if [ $# -eq 0 ]; then
   set -- "${@/%/.py}"
 fi
 start=$(date +%s)
-timeout -k 5 "$limit" "$python" -m pytest -c tests/gpu/pytest.ini --rootdir . -p no:cacheprovider \
+timeout -k 5 "$limit" "$python" -m pytest -c tests/gpu/pytest.ini --rootdir . --confcutdir . -p no:cacheprovider \
   -q --tb=short --no-header "$@" >"$log" 2>&1
 status=$?
 tail -c "${TAIL:-7000}" "$log"
