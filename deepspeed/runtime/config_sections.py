@@ -193,8 +193,8 @@ class AioConfig(ConfigSection):
 class ThroughputTimerConfig(ConfigSection):
     """`timers.throughput`."""
 
-    enabled: bool = acted(True, by="engine (reporting)", doc="measure samples per second")
-    synchronized: bool = acted(True, by="engine (reporting)", doc="synchronize the device around measurements")
+    enabled: bool = acted(True, by="engine (reporting)", doc="samples per second in each progress line")
+    synchronized: bool = acted(True, by="engine (reporting)", doc="wait for the device at each progress line")
 
 
 class TimersConfig(ConfigSection):

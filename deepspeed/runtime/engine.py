@@ -90,7 +90,7 @@ class DeepSpeedEngine(CheckpointMixin, ConfigGetters, nn.Module):
         self._destroyed = False
         if self._trains:
             self.optimizer.on_skip = _calls(self, "_step_was_skipped")
-        self.reporter = Reporter(self._config, self.optimizer_model.plan.groups.traffic, self.counter.train_batch)
+        self.reporter = Reporter(self._config, self.optimizer_model.plan.groups.traffic)
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
 
     # -- what the engine is made of
@@ -126,8 +126,6 @@ class DeepSpeedEngine(CheckpointMixin, ConfigGetters, nn.Module):
         """The wrapped module's forward; its output is returned as it is."""
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             inputs, kwargs = _cast((inputs, kwargs), torch.float16)
-        if self.reporter.throughput is not None and self.training:
-            self.reporter.throughput.start()
         with self.reporter.phase("forward"), self._autocast():
             output = self.module(*inputs, **kwargs)
         if self.counter.accumulation > 1 and torch.is_grad_enabled():

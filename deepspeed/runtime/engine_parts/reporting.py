@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.utils import see_memory_usage
 from deepspeed.runtime.zero.core.param import Traffic
 from deepspeed.utils.logging import log_dist
-from deepspeed.utils.timer import SynchronizedWallClockTimer, ThroughputTimer
+from deepspeed.utils.timer import SynchronizedWallClockTimer
 
 PHASES = ("forward", "backward", "step")
 
@@ -23,17 +25,13 @@ PHASES = ("forward", "backward", "step")
 class Reporter:
     """Says what an engine does; nothing here touches training."""
 
-    def __init__(self, config: DeepSpeedConfig, traffic: Traffic, train_batch_size: int) -> None:
+    def __init__(self, config: DeepSpeedConfig, traffic: Traffic) -> None:
         self.config, self.traffic = config, traffic
         self.monitor = MonitorMaster(config.monitor)
         self.timers = SynchronizedWallClockTimer()
         steps = config.steps_per_print
         self.print_every = int(steps) if steps is not None and math.isfinite(steps) else 0
-        self.throughput: ThroughputTimer | None = None
-        if config.timers.throughput.enabled and self.print_every:
-            self.throughput = ThroughputTimer(
-                config.timers.throughput, batch_size=train_batch_size, steps_per_output=self.print_every
-            )
+        self._since: tuple[float, int] | None = None  # when samples were last counted, and how many there were
         comm.configure(config)
         self._reported = traffic.as_dict()
         if config.disable_python_gc:
@@ -64,15 +62,25 @@ class Reporter:
         self._record_traffic()
         if config.disable_python_gc:
             gc.collect(0)
-        if self.throughput is not None:
-            self.throughput.stop(global_step=True)
         if self.monitor.enabled:
             self.monitor.write_events(self._events(engine))
         if self.print_every and engine.global_steps % self.print_every == 0:
             rates = ", ".join(f"{rate:.3e}" for rate in engine.get_lr())
-            log_dist(f"step {engine.global_steps}, skipped {engine.skipped_steps}, lr [{rates}]", ranks=[0])
+            speed = self._speed(engine.global_samples)
+            log_dist(f"step {engine.global_steps}, skipped {engine.skipped_steps}, lr [{rates}]{speed}", ranks=[0])
         if config.wall_clock_breakdown:
             self.timers.log(PHASES, normalizer=engine.gradient_accumulation_steps())
+
+    def _speed(self, samples: int) -> str:
+        """Samples per second since the last progress line, in words. Waits for the device here and at no other step."""
+        throughput = self.config.timers.throughput
+        if not throughput.enabled:
+            return ""
+        if throughput.synchronized:
+            get_accelerator().synchronize()
+        now, since = time.perf_counter(), self._since
+        self._since = (now, samples)
+        return f", {(samples - since[1]) / (now - since[0]):.2f} samples/s" if since is not None else ""
 
     def _events(self, engine: Any) -> list[tuple[str, Any, int]]:
         samples = engine.global_samples
