@@ -25,7 +25,7 @@ __all__ = ["Control", "default_timeout"]
 
 _KINDS = (CheckpointCorrupt, CheckpointMismatch, CheckpointUnsafe, CheckpointError, NotSupportedError, ValueError)
 _CLASSES: dict[str, type[Exception]] = {kind.__name__: kind for kind in _KINDS}
-_groups: list[tuple[Any, float, Any]] = []  # (default group, timeout, gloo group); at most one entry is current
+_groups: list[tuple[Any, float, Any]] = []  # (default group, timeout, gloo group), all of the current default group
 
 
 def default_timeout() -> float:
@@ -38,11 +38,12 @@ def default_timeout() -> float:
 
 def _gloo_group(timeout: float) -> Any:
     world = dist.group.WORLD
-    for known, seconds, group in _groups:
-        if known is world and seconds == timeout:
+    _groups[:] = [entry for entry in _groups if entry[0] is world]
+    for _, seconds, group in _groups:
+        if seconds == timeout:
             return group
     group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout))
-    _groups[:] = [(world, timeout, group)]
+    _groups.append((world, timeout, group))
     return group
 
 

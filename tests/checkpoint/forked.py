@@ -82,7 +82,11 @@ def _child(fn: Callable[..., Any], args: Any, world: int, rank: int, folder: Pat
     except BaseException as error:
         answer = {"error": type(error).__name__, "text": f"{error}\n{traceback.format_exc()}"}
     try:
-        (folder / f"{rank}.json").write_text(json.dumps(answer))
+        text = json.dumps(answer)
+    except (TypeError, ValueError) as error:
+        text = json.dumps({"error": "Unsendable", "text": f"the result is not JSON: {error}"})
+    try:
+        (folder / f"{rank}.json").write_text(text)
     finally:
         os._exit(0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -44,9 +45,21 @@ def loads(folder: Path, tag: str | None, version: int) -> None:
     engine.check(version)
 
 
-def prepared(folder: Path) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two tags, "keep" at version 4 and "old" (which `latest` names) at version 1, saved once."""
+    folder = tmp_path_factory.mktemp("template") / "dir"
     for tag, version in (("keep", 4), ("old", 1)):
         assert all(outcome.error is None for outcome in run_forked(save, WORLD, str(folder), tag, version))
+    _template.append(folder)
+    return folder
+
+
+_template: list[Path] = []
+
+
+def prepared(folder: Path) -> None:
+    shutil.copytree(_template[-1], folder, dirs_exist_ok=True)
 
 
 def no_half(folder: Path) -> None:

@@ -45,11 +45,13 @@ def load(folder: str, version: int, options: dict[str, Any], arguments: dict[str
     with_optimizer = arguments.get("load_optimizer_states", True) and not arguments.get("load_module_only", False)
     engine.check(version, optimizer=with_optimizer)
     counters = (engine.global_steps, engine.global_samples, engine.skipped_steps, engine.lr_scheduler.last)
+    step = float(engine.optimizer.state[0]["step"]) if engine.optimizer.state else 0.0
+    shown = ("epoch", "seen", "global_steps", "lr_scheduler")
     return (
         engine.optimizer.digest(),
-        client,
+        {key: value if key in shown else "" for key, value in client.items()},
         counters,
-        engine.optimizer.state[0]["step"] if engine.optimizer.state else 0,
+        step,
     )
 
 

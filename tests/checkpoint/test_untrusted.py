@@ -260,3 +260,12 @@ def test_no_object_collectives() -> None:
         used |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     assert not {name for name in used if name.endswith("_object_list") or name.endswith("_object")}
     assert "all_gather" in used
+
+
+def test_an_opt_in_that_cannot_be_imported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A wrong name never costs the save; the load says which name it is."""
+    engine = fake.FakeEngine(1, 0, 3, checkpoint={"allow_globals": ["no.such.Thing"]})
+    engine.save_checkpoint(tmp_path, client_state={"epoch": 1})
+    with pytest.raises(ValueError, match=r"no\.such\.Thing"), pytest.warns(UserWarning):
+        engine.load_checkpoint(tmp_path)
+    engine.check(3)
