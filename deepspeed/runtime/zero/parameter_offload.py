@@ -141,12 +141,14 @@ class DeepSpeedZeRoOffload:
         """There are no gradients."""
 
     def destroy(self) -> None:
-        """Remove the hooks and release what is gathered."""
+        """Remove the hooks, release what is gathered and the hpZ shards; the primary shards stay."""
         self.sharded.hooks.remove()
         self.sharded.fetcher.release_all(persistent=True)
         for unit in self.sharded.units:
             unit.on_access = None
+            unit.free_secondaries()
         groups = self.sharded.plan.groups
+        groups.secondary = None
         if groups.pulse is not None:
             groups.pulse.stop()
             groups.pulse = None

@@ -354,11 +354,13 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
         return sharded if sharded is not None and sharded in self.master.places else None
 
     def destroy(self) -> None:
-        """Remove hooks and release memory; the optimizer cannot be used afterwards."""
+        """Remove hooks and release everything but the weights; the optimizer cannot be used afterwards."""
         try:
             self.grads.drain()
         except CollectiveTimeout:
             pass  # the group is gone, and what was reduced is not used any more
         self.parameter_offload.destroy()
         self.grad_shards.free()
+        self.master.free()
         self.verdict = None
+        self._pending = False

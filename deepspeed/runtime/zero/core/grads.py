@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -185,16 +186,21 @@ class GradReducer:
     # -- gradients arrive
 
     def hook_for(self, p: ShardedParam) -> Callable[[torch.Tensor], None]:
-        """The post-accumulate-grad hook of ``p``."""
+        """The post-accumulate-grad hook of ``p``.
 
-        def grad_is_here(_: torch.Tensor) -> None:
-            if not p.grad_is_ready:
+        It holds nothing: the parameter holds it in C++, where the garbage collector sees no cycle.
+        """
+        reducer = weakref.ref(self)
+
+        def grad_is_here(param: torch.Tensor) -> None:
+            p, grads = param._sharded, reducer()  # type: ignore[attr-defined]
+            if grads is None or not p.grad_is_ready:
                 return
             unit = p.unit
-            if not self.running:
-                self.begin_backward()
-            if unit.complete and unit.epoch == self.epoch and not unit.late:
-                self.reduce_again(unit)
+            if not grads.running:
+                grads.begin_backward()
+            if unit.complete and unit.epoch == grads.epoch and not unit.late:
+                grads.reduce_again(unit)
 
         return grad_is_here
 

@@ -94,6 +94,17 @@ class MasterWeights:
         self.optimizer = optimizer
         self.stepper = stepping.choose(optimizer, self.sub_groups, self.master_device, split)
 
+    def free(self) -> None:
+        """Release masters and optimizer states; the shards stay. Nothing can be stepped afterwards."""
+        self.optimizer.state.clear()
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+        for sub in self.sub_groups:
+            sub.free()
+        for p in self.places:
+            p.edits = None
+        self.places.clear()
+
     # -- one parameter's views
 
     def master_of(self, p: ShardedParam) -> torch.Tensor:

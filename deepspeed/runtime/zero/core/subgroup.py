@@ -120,6 +120,11 @@ class SubGroup:
             self.masters[position][:n].copy_(values)
             p.shard.copy_(self.masters[position])
 
+    def free(self) -> None:
+        """Let go of masters, low halves and flat views; the parameters keep their shards."""
+        self.master = torch.empty(0, dtype=torch.float32)
+        self.masters, self.low, self.shards = [], None, None
+
     def renew_views(self) -> None:
         """Make the views of the flat tensors anew after their data moved."""
         self.masters = [] if self.low is not None else list(self.master.split(self.sizes))

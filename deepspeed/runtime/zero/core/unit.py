@@ -237,6 +237,13 @@ class ShardedUnit:
         self.secondaries = [p.secondary for p in self.params if p.numel and p.secondary is not None]
         self._set_secondary_sources()
 
+    def free_secondaries(self) -> None:
+        """Give the memory of the hpZ shards back; the next gather across groups makes new ones."""
+        self.secondaries, self.secondary_sources = [], []
+        for p in self.params:
+            p.secondary = p.secondary_source = None
+            p.secondary_version = -1
+
     def _set_secondary_sources(self) -> None:
         """The slices of the full weights that this rank's hpZ shards are copied from."""
         channel = self.params[0].groups.secondary
