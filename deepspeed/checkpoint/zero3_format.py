@@ -116,9 +116,11 @@ def model_states(
     version: str,
     client_state: Mapping[str, Any],
     exclude_frozen: bool,
+    extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The content of this rank's model_states file.
 
+    ``extra``: further entries of the module's state dict (what modules give as their extra state).
     ``order``: names of the module's state dict in its order.  ``counters``: skipped_steps, global_steps,
     global_samples.  Raises `ValueError` when `client_state` uses a key that describes the file itself.
     """
@@ -128,7 +130,7 @@ def model_states(
     frozen = {} if exclude_frozen else dict(state.frozen)
     excluded = frozenset(state.frozen) if exclude_frozen else frozenset()
     return {
-        "module": _module_dict(order, state, excluded),
+        "module": OrderedDict([*_module_dict(order, state, excluded).items(), *(extra or {}).items()]),
         "buffer_names": list(state.buffers),
         "optimizer": None,
         "param_shapes": [

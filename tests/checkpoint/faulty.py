@@ -84,6 +84,20 @@ class HalfWriting(Storage):
         return _Half(raw, self.kill) if self.files == self.at else raw  # type: ignore[return-value]
 
 
+class DiesAfter(Storage):
+    """Dies right after its `at`-th file is written and synced."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.files = at, 0
+
+    def write_file(self, path: Path, fill: Callable[[BinaryIO], None]) -> FileRecord:
+        record = super().write_file(path, fill)
+        self.files += 1
+        if self.files == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return record
+
+
 class _Half:
     def __init__(self, raw: BinaryIO, kill: bool) -> None:
         self._raw, self._kill, self._written = raw, kill, 0

@@ -126,11 +126,13 @@ def test_kill_during_overwrite(tmp_path: Path, counted: dict[str, list[list[list
 
 @pytest.mark.parametrize("dead", range(WORLD))
 @pytest.mark.parametrize("file", range(1, FILES_PER_RANK + 1))
-def test_kill_in_mid_shard(tmp_path: Path, dead: int, file: int) -> None:
-    """C1: half a shard on disk; survivors raise CheckpointError in time, the old tag is what loads."""
+@pytest.mark.parametrize("when", ["half", "after"])
+def test_kill_at_a_shard(tmp_path: Path, dead: int, file: int, when: str) -> None:
+    """C1: half a shard on disk, or a shard that nobody heard of; survivors raise in time, the old tag is what loads."""
     prepared(tmp_path)
     started = time.monotonic()
-    outcomes = run_forked(save, WORLD, str(tmp_path), "new", 2, {dead: faulty.HalfWriting(file, kill=True)})
+    storage = faulty.HalfWriting(file, kill=True) if when == "half" else faulty.DiesAfter(file)
+    outcomes = run_forked(save, WORLD, str(tmp_path), "new", 2, {dead: storage})
     assert time.monotonic() - started < 15
     survivors_raise(outcomes, dead)
     assert [outcome.error for rank, outcome in enumerate(outcomes) if rank != dead] == ["CheckpointError"]

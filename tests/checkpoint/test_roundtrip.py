@@ -218,3 +218,57 @@ def test_client_state_may_not_replace_the_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="param_shapes"):
         engine.save_checkpoint(tmp_path, client_state={"param_shapes": 1})
     assert not any(tmp_path.iterdir())
+
+
+class _Counter(torch.nn.Module):
+    """A module with state outside parameters and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+def test_extra_state_of_modules(tmp_path: Path) -> None:
+    engine = fake.FakeEngine(1, 0, 1)
+    engine.module.add_module("counter", _Counter())
+    engine.module.counter.calls = 41
+    engine.save_checkpoint(tmp_path)
+    engine.module.counter.calls = 0
+    engine.load_checkpoint(tmp_path)
+    assert engine.module.counter.calls == 41
+    other = fake.FakeEngine(1, 0, 9)
+    assert other.load_checkpoint(tmp_path)[0] is not None
+
+
+def test_folders_of_engines_that_convert(tmp_path: Path) -> None:
+    """Whole weights out of folders without frozen weights and of engines without an optimizer."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as full
+
+    ranks(save, 2, str(tmp_path / "a"), 3, {}, {"exclude_frozen_parameters": True})
+    found = full(tmp_path / "a")
+    assert "norm.weight" not in found and torch.equal(found["mix"], fake.truth("mix", "fp32", 3, torch.Size([3])))
+    ranks(save, 2, str(tmp_path / "b"), 3, {"with_optimizer": False}, {})
+    found = full(tmp_path / "b")
+    assert torch.equal(found["mix"], fake.truth("mix", "frozen", 3, torch.Size([3]))) and "head.weight" in found
+
+
+def test_torch_checkpoint_engine(tmp_path: Path) -> None:
+    from deepspeed.runtime.checkpoint_engine import CheckpointEngine, TorchCheckpointEngine
+
+    engine = TorchCheckpointEngine()
+    assert isinstance(engine, CheckpointEngine)
+    engine.create("tag")
+    engine.makedirs(str(tmp_path / "x"), exist_ok=True)
+    path = str(tmp_path / "x" / "state.pt")
+    for value in (1.0, 2.0):
+        engine.save({"a": torch.full((3,), value), "b": [1, (2, torch.ones(1))]}, path)
+        loaded = engine.load(path, map_location="cpu")
+        assert torch.equal(loaded["a"], torch.full((3,), value)) and loaded["b"][1][0] == 2
+    assert engine.commit("tag") is True
+    assert [entry.name for entry in (tmp_path / "x").iterdir()] == ["state.pt"]

@@ -33,7 +33,7 @@ from deepspeed.checkpoint.state import Zero3State
 from deepspeed.checkpoint.store import Storage
 from deepspeed.checkpoint.writer import Node, SaveRequest, agree_on_tag, save_tag
 from deepspeed.checkpoint.zero3_format import INTERNAL_KEYS, model_file, model_states, optim_file, optim_states
-from deepspeed.runtime.engine_parts.consolidate import consolidate, state_names
+from deepspeed.runtime.engine_parts.consolidate import consolidate, extra_states, state_names
 from deepspeed.utils.logging import logger
 from deepspeed.version import __version__
 
@@ -134,6 +134,7 @@ class CheckpointMixin:
             version=__version__,
             client_state=user,
             exclude_frozen=exclude_frozen,
+            extra={key: child.get_extra_state() for key, child in extra_states(self.module)},
         )
 
     def _warn_if_unsafe(self, path: Path) -> None:
@@ -235,6 +236,9 @@ class CheckpointMixin:
         custom_load_fn: Callable[..., Any] | None,
     ) -> None:
         self.optimizer.import_state(state, load_optimizer_states=with_optimizer)
+        for key, child in extra_states(self.module):
+            if key in loaded.model["module"]:
+                child.set_extra_state(loaded.model["module"][key])
         if custom_load_fn is not None:
             self._custom_load(loaded, custom_load_fn)
         if module_only:

@@ -13,7 +13,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-__all__ = ["consolidate", "persistent_buffers", "state_names"]
+__all__ = ["consolidate", "extra_states", "persistent_buffers", "state_names"]
+
+_EXTRA = "_extra_state"  # torch's name for it
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -23,6 +25,13 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in child.named_buffers(recurse=False, remove_duplicate=False):
             if name not in skipped:
                 yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
+def extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(state dict key, module) of every module that defines `get_extra_state`, as torch's own state dicts have them."""
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        if type(child).get_extra_state is not nn.Module.get_extra_state:
+            yield (f"{prefix}.{_EXTRA}" if prefix else _EXTRA), child
 
 
 def state_names(module: nn.Module) -> list[str]:
