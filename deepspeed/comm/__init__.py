@@ -36,7 +36,6 @@ from deepspeed.comm.comm import (
     inference_all_reduce,
     irecv,
     is_available,
-    is_initialized,
     isend,
     log_summary,
     monitored_barrier,
@@ -48,7 +47,7 @@ from deepspeed.comm.comm import (
     scatter,
     send,
 )
-from deepspeed.comm.init import TORCH_DISTRIBUTED_DEFAULT_PORT, init_distributed, mpi_discovery
+from deepspeed.comm.init import TORCH_DISTRIBUTED_DEFAULT_PORT, init_distributed, is_initialized, mpi_discovery
 
 __all__ = [
     "TORCH_DISTRIBUTED_DEFAULT_PORT",

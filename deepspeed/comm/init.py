@@ -163,8 +163,16 @@ def _create(backend: str, timeout: timedelta, kwargs: dict[str, Any], verbose: b
         log_dist(f"process group of {dist.get_world_size()} ranks on {backend}, timeout {timeout}", ranks=[0])
 
 
+def is_initialized() -> bool:
+    """Whether torch.distributed has a default group, whoever made it."""
+    there = comm.is_initialized()
+    if there and dist.get_backend() == "gloo":
+        _tell_accelerate("gloo")
+    return there
+
+
 def _tell_accelerate(backend: str) -> None:
-    """Where accelerate's state is just being built and asked for this group without naming a backend, name it.
+    """Where accelerate's state is just being built and asks for this group without naming a backend, name it.
 
     accelerate derives the backend from the kind of accelerator. On a machine without one it would take itself for a job
     of one process although it had us make a group: every rank would train on the same data, and `"auto"` batch sizes
