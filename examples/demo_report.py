@@ -195,6 +195,7 @@ def _plot_gathers(axes: Any, runs: dict[str, Run]) -> None:
         for start, value, color in ((0, first, "white"), (first, second, "#1d3a20")):
             if value:
                 axes.text(start + value / 2, row, f"{value:.0f}", ha="center", va="center", color=color)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
     axes.set_title("gathers per optimizer step", fontsize=10)
