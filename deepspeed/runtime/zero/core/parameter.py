@@ -10,6 +10,7 @@ never heard of sharding work without registration, at no cost where the weights 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -246,9 +247,52 @@ class ZeroParameter(nn.Parameter):
         memo[id(self)] = copy
         return copy
 
+    def detach(self) -> torch.Tensor:
+        """The tensor without history; to ``nn.Parameter(self)``, what it takes to become a plain parameter.
+
+        torch's constructor insists that ``detach`` keeps the class of whatever is not a plain tensor. The copy has
+        memory of its own, since that of gathered weights is freed. (``nn.utils.parametrizations.weight_norm``)
+        """
+        plain = super().detach()
+        if sys._getframe(1).f_code is not _PARAMETER_NEW:
+            return plain
+        copy: _Becoming = torch.Tensor._make_subclass(_Becoming, plain.clone(), False)  # type: ignore[assignment]
+        copy.__dict__["origin"] = self, type(self)
+        self.__class__ = _Becoming  # type: ignore[assignment]
+        return copy
+
     def __reduce_ex__(self, proto: Any) -> Any:
         """Pickled as the plain parameter that it shows."""
         return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(proto)
+
+
+class _Becoming(nn.Parameter):
+    """Class of a sharded parameter and its copy for as long as ``nn.Parameter(sharded)`` compares the two."""
+
+    def _settle(self) -> None:
+        origin, cls = self.__dict__.pop("origin")
+        origin.__class__ = cls
+        self.__class__ = nn.Parameter  # type: ignore[assignment]
+
+    def requires_grad_(self, requires_grad: bool = True) -> _Becoming:
+        try:
+            super().requires_grad_(requires_grad)
+        except RuntimeError:
+            self._settle()
+            raise
+        return self
+
+    @property
+    def _is_param(self) -> bool:
+        return True
+
+    @_is_param.setter
+    def _is_param(self, _: bool) -> None:
+        """The last thing that torch's constructor does."""
+        self._settle()
+
+
+_PARAMETER_NEW = nn.Parameter.__new__.__code__
 
 
 class ReleasedZeroParameter(ZeroParameter):
