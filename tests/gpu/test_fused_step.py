@@ -54,13 +54,15 @@ def _ours(work: Shard, grads: list[torch.Tensor], options: AdamStep, skip: float
         fused_step.apply(work, _scalar(SCALE), _scalar(skip), options)
 
 
-def _torchs(grads: list[torch.Tensor], options: AdamStep, numel: int) -> torch.Tensor:
-    param = torch.nn.Parameter(_values(1, numel))
+def _torchs(
+    grads: list[torch.Tensor], options: AdamStep, numel: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    param = torch.nn.Parameter(_values(1, numel).to(dtype))
     cls = torch.optim.AdamW if options.decoupled else torch.optim.Adam
     betas = (options.beta1, options.beta2)
     optimizer = cls([param], options.lr, betas, options.eps, options.weight_decay, fused=True)
     for grad in grads:
-        param.grad = grad.float() / SCALE
+        param.grad = grad.to(dtype) / SCALE
         optimizer.step()
     return param.detach()
 
@@ -74,13 +76,15 @@ def _compare() -> list[str]:
     ):
         what = f"{numel} elements, gradients in {dtype}, decoupled {options.decoupled}"
         grads = [_values(seed, numel, 0.1).to(dtype) for seed in (2, 3, 4)]
-        wanted = _torchs(grads, options, numel)
+        wanted, exact = _torchs(grads, options, numel), _torchs(grads, options, numel, torch.float64)
         whole, halves = _work(numel, False, dtype), _work(numel, True, dtype)
         _ours(whole, grads, options)
         _ours(halves, grads, options)
-        off = (_master(whole) - wanted).abs() / (wanted.abs() + 1e-2)
-        if not off.max().item() <= 1e-5:
-            problems.append(f"{what}: masters off by {off.max().item():.1e}")
+        # where gradient and weight decay cancel, the order of operations decides the last bits and Adam's quotient
+        # magnifies them, in torch's kernel as in ours: neither may be further from the exact result than the other
+        off, torchs = ((each - exact).abs().max().item() for each in (_master(whole).double(), wanted.double()))
+        if not off <= 2 * torchs + 1e-9:
+            problems.append(f"{what}: masters off by {off:.1e}, torch's kernel by {torchs:.1e}")
         for name, a, b in (
             ("masters", _master(whole), _master(halves)),
             ("exp_avg", whole.exp_avg, halves.exp_avg),

@@ -338,6 +338,8 @@ class Fetcher:
     def prefetch(self) -> None:
         """Issue gathers of the units expected next, within the limits."""
         limits, units, ledger = self.limits, self.units, self.ledger
+        if not limits.prefetch:
+            return
         for index in self.trace.upcoming():
             if ledger.inflight >= limits.prefetch and ledger.inflight:
                 return

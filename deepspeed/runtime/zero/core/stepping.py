@@ -99,7 +99,9 @@ class _Adam:
         optimizer = self.optimizer
         for hook in optimizer._optimizer_step_pre_hooks.values():
             hook(optimizer, (), {})
-        torch._foreach_add_([state["step"] for state in states], 1.0 - skip)
+        counted = 1.0 - skip
+        # a list of tensors: with a single one torch reads its value on the host, which waits for the device
+        torch._foreach_add_([state["step"] for state in states], [counted] * len(states))
         divided = False
         for sub, state in zip(subs, states, strict=True):
             options = self._options(optimizer.param_groups[sub.group_index])
