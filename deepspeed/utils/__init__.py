@@ -7,6 +7,8 @@ There is deliberately no `is_initialized` here: clients probe for it and take it
 from __future__ import annotations
 
 import importlib
+import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -64,6 +66,18 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
+
+
+class _Package(types.ModuleType):
+    """`z3_leaf_module` names a function here, as clients know it, although a file of that name is loaded as well."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "z3_leaf_module" and isinstance(value, types.ModuleType):
+            value = value.z3_leaf_module
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

@@ -60,7 +60,9 @@ class ShardedModel:
         if isinstance(param, ZeroParameter):
             sharded = param._sharded
             if plan.dtype is not None and sharded.dtype.is_floating_point and sharded.dtype != plan.dtype:
+                sharded.unit.free()
                 sharded.recast(plan.dtype)
+                param.data = torch.empty(0, dtype=plan.dtype, device=plan.device)
             if sharded.shard.device != plan.shard_device:
                 sharded.shard = sharded.shard.to(plan.shard_device)
             sharded.regroup(plan.groups)

@@ -76,8 +76,14 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def ds_tensor(self) -> torch.Tensor:
-        """Primary shard: 1-D, ``ceil(ds_numel / world)`` elements, in the parameter's dtype."""
-        return self._sharded.shard
+        """Primary shard: 1-D, ``ceil(ds_numel / world)`` elements, in the parameter's dtype.
+
+        Carries ``ds_numel`` (its elements), ``status`` and ``final_location`` (None: it is where it says).
+        """
+        shard: Any = self._sharded.shard
+        if not hasattr(shard, "ds_numel"):
+            shard.ds_numel, shard.status, shard.final_location = shard.numel(), ZeroParamStatus.AVAILABLE, None
+        return shard  # type: ignore[no-any-return]
 
     @property
     def ds_secondary_tensor(self) -> torch.Tensor | None:

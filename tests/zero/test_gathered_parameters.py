@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promise: `GatheredParameters` works in every pattern that clients use, and a write through it stays.
+
+After `initialize` a write reaches the fp32 master, survives the next step and is checkpointed (V2, cases 21; upstream
+reverts it).
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import deepspeed
+from deepspeed.utils import safe_get_full_fp32_param
+from tests.dist.support import assert_tensors, full_params, initialize, settings, train
+from tests.harness import models, reference
+from tests.harness.pool import run_ranks
+
+GatheredParameters = deepspeed.zero.GatheredParameters
+
+
+def shards(module: nn.Module) -> bool:
+    return all(p.numel() == 0 for p in module.parameters())
+
+
+def arguments(after_initialize: bool) -> None:
+    """A parameter, lists with plain tensors and duplicates, generators, empty ones, disabled."""
+    config = settings(hpz=2)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        module = models.tied()
+    if after_initialize:
+        initialize(module, config)
+    wanted = dict(models.tied().named_parameters())
+    with GatheredParameters(module.embed.weight) as nothing:
+        assert nothing is None and torch.equal(module.embed.weight.detach(), wanted["embed.weight"])
+        assert shards(module.layers)
+    assert shards(module)
+    plain, buffer = nn.Parameter(torch.ones(3)), torch.zeros(2)
+    with GatheredParameters([plain, module.norm.weight, buffer, module.norm.weight], modifier_rank=0):
+        assert module.norm.weight.shape == module.norm.weight.ds_shape
+        plain.data.add_(1)
+    assert torch.equal(plain.detach(), torch.full((3,), 2.0)) and shards(module)
+    with GatheredParameters([module.embed.weight, module.head.weight], modifier_rank=0):  # tied: one parameter
+        module.head.weight.data.mul_(1)
+    with GatheredParameters(module.parameters()), GatheredParameters([]), GatheredParameters([plain]):
+        assert {name: p.shape for name, p in module.named_parameters()} == {n: p.shape for n, p in wanted.items()}
+    with GatheredParameters(list(module.parameters()), enabled=False), GatheredParameters([], enabled=True):
+        assert shards(module)
+    with GatheredParameters(list(module.layers[0].parameters(recurse=False)), modifier_rank=0):
+        pass
+    with GatheredParameters(module.embed.weight, fwd_module=module):
+        assert module.embed.weight.numel()
+    with GatheredParameters(dict(module.named_parameters()).values()):
+        assert not shards(module)
+    with GatheredParameters(module.layers[0].parameters()), GatheredParameters(module.layers[1].parameters()):
+        assert module.layers[0].up.weight.numel() and module.layers[1].up.weight.numel()
+    assert shards(module)
+    with GatheredParameters(list(module.layers.parameters())):
+        with pytest.raises(RuntimeError, match=str(module.layers[0].up.weight.ds_id)):
+            with GatheredParameters([module.layers[0].up.weight]):
+                pass
+        assert module.layers[0].up.weight.numel()
+    with pytest.raises(RuntimeError):
+        with GatheredParameters(module.parameters(), modifier_rank=99):
+            pass
+    assert shards(module)
+
+
+def errors_inside() -> None:
+    engine = initialize(models.uneven(), settings(hpz=2))
+    before = full_params(engine.module)
+    for modifier in (None, 0):
+        with pytest.raises(ZeroDivisionError):
+            with GatheredParameters(list(engine.module.parameters()), modifier_rank=modifier):
+                engine.module.up.weight.data.zero_()
+                raise ZeroDivisionError
+        assert shards(engine.module)
+    assert_tensors(full_params(engine.module), before, 0, 0)
+    with pytest.raises(RuntimeError, match="shape"):
+        with GatheredParameters([engine.module.up.weight], modifier_rank=0):
+            engine.module.up.weight.data = torch.zeros(2, 2)
+    train(engine, models.batch, range(1))
+
+
+def forwards_inside() -> list[float]:
+    """Forwards, a whole training step and another read inside of it, as generation and evaluation code do."""
+    engine = initialize(models.uneven(), settings(hpz=2), reference.sgd)
+    plain = models.uneven()
+    rank = dist.get_rank()
+    with GatheredParameters(list(engine.module.parameters())):
+        for step in range(3):
+            with torch.no_grad():
+                torch.testing.assert_close(engine(*models.batch(step, rank)), plain(*models.batch(step, rank)))
+        assert not shards(engine.module)
+    assert shards(engine.module)
+    with GatheredParameters(list(engine.module.up.parameters())):
+        losses, _ = train(engine, models.batch, range(2))
+    return losses + train(engine, models.batch, range(2, 4))[0]
+
+
+def write_survives(dtype: str, hpz: int, accum: int) -> None:
+    """V2: with a learning rate of 0 the written weights are there after a step, in master and shard."""
+    config = settings(hpz=hpz, accum=accum)
+    if dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    engine = initialize(models.uneven(), config, reference.adam)
+    train(engine, models.batch, range(1), accum)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.0
+    params = dict(engine.module.named_parameters())
+    before = {name: safe_get_full_fp32_param(p) for name, p in params.items()}
+    with GatheredParameters(list(params.values()), modifier_rank=1):
+        for param in params.values():
+            if dist.get_rank() == 1:
+                param.data.view(-1)[::2] = 0.25
+    for _ in range(2):
+        for name, param in params.items():
+            master = safe_get_full_fp32_param(param).flatten()
+            assert torch.all(master[::2] == 0.25), name
+            assert torch.equal(master[1::2], before[name].flatten()[1::2]), "what was not written keeps its precision"
+        for name, param in full_params(engine.module).items():
+            assert torch.all(param.flatten()[::2] == 0.25), name
+        train(engine, models.batch, range(1), accum)
+
+
+def moving_average() -> None:
+    """An EMA copy kept in full, swapped in for evaluation and out again (row 21)."""
+    engine = initialize(models.uneven(), settings(hpz=2))
+    average = full_params(engine.module)
+    for step in range(3):
+        train(engine, models.batch, [step])
+        with GatheredParameters(list(engine.module.parameters())):
+            for name, param in engine.module.named_parameters():
+                average[name].lerp_(param.detach(), 0.5)
+    kept = full_params(engine.module)
+    with GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+        for name, param in engine.module.named_parameters():
+            param.data.copy_(average[name])
+    plain = models.uneven()
+    plain.load_state_dict(average)
+    with torch.no_grad():
+        torch.testing.assert_close(engine(*models.batch(7, 0)), plain(*models.batch(7, 0)))
+    with GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+        for name, param in engine.module.named_parameters():
+            param.data.copy_(kept[name])
+    assert_tensors(full_params(engine.module), kept, 0, 0)
+
+
+def saved_modules_pattern() -> None:
+    """PEFT: deepcopy of a module inside a gather over its parameters' generator, rank 0 modifies."""
+    with deepspeed.zero.Init(config_dict_or_path=settings()):
+        module = models.uneven()
+    with GatheredParameters(module.head.parameters(), modifier_rank=0):
+        twin = copy.deepcopy(module.head)
+    assert tuple(twin.weight.shape) == (models.VOCAB, 16) and not hasattr(twin.weight, "ds_id")
+    module.head = twin  # a plain child in a sharded model: `initialize` shards it
+    engine = initialize(module, settings(), reference.sgd)
+    assert hasattr(engine.module.head.weight, "ds_id")
+    losses, _ = train(engine, models.batch, range(2))
+    wanted = reference.train(models.uneven, models.batch, 2, dist.get_world_size(), optimizer_fn=reference.sgd)
+    torch.testing.assert_close(losses, [step[dist.get_rank()] for step in wanted.losses])
+
+
+def resized_embedding(hpz: int) -> list[float]:
+    """Case 3: a second `zero.Init` makes a larger embedding; old rows are copied under a gather."""
+    config = settings(hpz=hpz)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        module = models.uneven()
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        larger = models.seeded(lambda: nn.Embedding(17, 16))
+    with GatheredParameters([module.embed.weight, larger.weight], modifier_rank=0):
+        if dist.get_rank() == 0:
+            larger.weight.data[: models.VOCAB] = module.embed.weight.data
+    module.embed = larger
+    engine = initialize(module, config, reference.sgd)
+    with torch.no_grad():
+        losses = [engine(*models.batch(9, dist.get_rank())).item()]
+    return losses + train(engine, models.batch, range(3))[0]
+
+
+def build_resized() -> Any:
+    module = models.uneven()
+    larger = models.seeded(lambda: nn.Embedding(17, 16))
+    larger.weight.data[: models.VOCAB] = module.embed.weight.data
+    module.embed = larger
+    return module
+
+
+@pytest.mark.parametrize("after_initialize", [False, True])
+def test_arguments(after_initialize: bool) -> None:
+    run_ranks(arguments, 4, after_initialize)
+
+
+def test_errors_inside() -> None:
+    run_ranks(errors_inside, 4)
+
+
+def test_forwards_inside() -> None:
+    wanted = reference.train(models.uneven, models.batch, 4, 4, optimizer_fn=reference.sgd)
+    for rank, losses in enumerate(run_ranks(forwards_inside, 4)):
+        assert losses == pytest.approx([step[rank] for step in wanted.losses], rel=1e-6)
+
+
+def test_a_write_survives_steps() -> None:
+    for dtype, hpz, accum in (("fp32", 1, 1), ("fp32", 2, 2), ("bf16", 1, 1), ("bf16", 2, 1)):
+        run_ranks(write_survives, 4, dtype, hpz, accum)
+
+
+def test_moving_average() -> None:
+    run_ranks(moving_average, 4)
+
+
+def test_saved_modules_pattern() -> None:
+    run_ranks(saved_modules_pattern, 2)
+
+
+def test_resized_embedding() -> None:
+    wanted = reference.train(build_resized, models.batch, 3, 4, optimizer_fn=reference.sgd)
+    plain, hpz = run_ranks(resized_embedding, 4, 1), run_ranks(resized_embedding, 4, 2)
+    assert plain == hpz
+    for rank, losses in enumerate(plain):
+        assert losses[1:] == pytest.approx([step[rank] for step in wanted.losses], rel=1e-6)
+        assert losses[0] == pytest.approx(build_resized()(*models.batch(9, rank)).item(), rel=1e-6)
