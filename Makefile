@@ -2,12 +2,14 @@
 # an index to install from. The second run finds the environment ready and starts at once.
 #   PYTHON=python3.12   another interpreter for the environment
 #   PYTEST_ARGS='-k x'  further arguments for pytest
+#   TIER='slow'         other tests than the quick ones; `make test-all` runs both tiers
 #   TORCH='torch>=2.11' another torch than the one chosen below
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
+TIER ?= not slow
 
 # A GPU machine takes the build of torch that its index gives, or keeps one that its python already has.
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c '^GPU')
@@ -18,7 +20,7 @@ VENV_FLAGS := $(if $(HAS_GPU),$(shell $(PYTHON) -c 'import torch' 2>/dev/null &&
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: test demo lint types unit multihost-tools clean
+.PHONY: test test-all demo lint types unit multihost-tools clean
 
 test: lint types unit
 
@@ -29,7 +31,11 @@ types: $(VENV)/ready
 	$(BIN)/mypy
 
 unit: $(VENV)/ready
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -m "$(TIER)" $(PYTEST_ARGS)
+
+# Everything, slow tests too: soak runs, every client with and without hpZ, every backend of the launcher.
+test-all:
+	$(MAKE) test TIER="slow or not slow"
 
 demo: $(VENV)/ready-demo
 	$(BIN)/python examples/finetune_demo.py
