@@ -63,6 +63,7 @@ def weight_norm() -> list[float]:
             conv = _norm_on(conv)
         model = nn.Sequential(conv, nn.Flatten(), nn.Linear(36, 1))
     assert all(hasattr(p, "ds_id") for p in model.parameters())
+    assert conv.weight.shape == (6, 4, 3)  # computed from two released parameters
     return _train(model)
 
 

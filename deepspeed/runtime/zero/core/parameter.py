@@ -35,6 +35,10 @@ _SHAPED = frozenset(("T", "mT", "H", "mH", "real", "imag", "shape", "ndim", "dat
 """Properties that depend on weights or their shape."""
 
 
+_WEIGHTS_ALONE = frozenset(("_weight_norm",))
+"""Computations of which every argument is a weight. Models of transformers read such a weight while they are built."""
+
+
 class ZeroParameter(nn.Parameter):
     """An ``nn.Parameter`` that is sharded over the ranks; ``ds_*`` attributes are views of its ``ShardedParam``."""
 
@@ -328,10 +332,11 @@ def _show_released(func: Any, args: Any, kwargs: Any) -> None:
     if not released or (getattr(func, "__name__", "") == "to" and tensors[0] is not released[0]):
         return  # x.to(weight) asks for a dtype and a device
     on_access = released[0]._sharded.unit.on_access
-    others = len(tensors) > sum(isinstance(t, ZeroParameter) for t in tensors)
+    name = getattr(func, "__name__", "")
+    others = len(tensors) > sum(isinstance(t, ZeroParameter) for t in tensors) or name in _WEIGHTS_ALONE
     if on_access is not None:
         on_access([p._sharded for p in released], others)
-    elif others and getattr(func, "__name__", "") not in ("equal", "allclose", "isclose"):
+    elif others and name not in ("equal", "allclose", "isclose"):
         fetch.gather_params([p._sharded for p in released])
 
 
