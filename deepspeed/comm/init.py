@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.comm import comm, discovery
-from deepspeed.errors import UsageError
+from deepspeed.errors import CollectiveTimeout, UsageError
 from deepspeed.utils.logging import log_dist, logger
 
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
@@ -156,7 +156,17 @@ def _create(backend: str, timeout: timedelta, kwargs: dict[str, Any], verbose: b
     comm.forget_groups()
     if "nccl" in backend and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    dist.init_process_group(backend, timeout=timeout, **kwargs)
+    try:
+        dist.init_process_group(backend, timeout=timeout, **kwargs)
+    except RuntimeError as error:
+        rank, world = kwargs.get("rank", os.environ.get("RANK")), kwargs.get("world_size", os.environ.get("WORLD_SIZE"))
+        method = kwargs.get("init_method", "env://")
+        at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}" if method == "env://" else method
+        raise CollectiveTimeout(
+            f"rank {rank} of {world}: joining the process group at {at} failed or timed out ({timeout}). Every rank "
+            "must start, and reach that address; DEEPSPEED_TIMEOUT (minutes), or the timeout of init_distributed, "
+            f"bounds the wait. Cause: {error}"
+        ) from error
     _tell_accelerate(backend)
     os.environ.setdefault("LOCAL_RANK", "0" if dist.get_world_size() == 1 else str(_guess_local_rank()))
     if verbose:

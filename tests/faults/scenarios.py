@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import hashlib
 import os
 import signal
@@ -99,6 +100,29 @@ def die_before_initialize(victim: int) -> Any:
     if rank() == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     build(models.blocks())
+    return "finished"
+
+
+def join_alone() -> Any:
+    """A group of two ranks that the second never joins."""
+    torch.distributed.destroy_process_group()
+    address = f"file://{os.environ['FAULT_FOLDER']}/other"
+    start = time.monotonic()
+    try:
+        deepspeed.init_distributed(
+            "gloo", timeout=datetime.timedelta(seconds=2), init_method=address, rank=0, world_size=2
+        )
+    except deepspeed.errors.CollectiveTimeout as error:
+        return [str(error), time.monotonic() - start]
+    return ["none", 0.0]
+
+
+def die_in_group_making(victim: int) -> Any:
+    """The victim dies where ranks make hpZ groups."""
+    from deepspeed.utils import groups
+
+    with watch(groups, "hpz_group", kill(1)) if rank() == victim else contextlib.nullcontext():
+        build(models.blocks(), config(zero_hpz_partition_size=2))
     return "finished"
 
 

@@ -56,6 +56,22 @@ def test_d1_a_rank_that_died_before_initialize() -> None:
     assert "Rank 1 did not come here" in ended[0].text
 
 
+def test_d1_a_rank_that_dies_while_groups_are_made() -> None:
+    ended = run(scenarios.die_in_group_making, 4, 2, group_timeout=TIMEOUT)
+    assert ended[2].code == -9
+    for rank in survivors(ended, 2):
+        assert rank.error == "CollectiveTimeout", rank
+        assert rank.seconds - ended[2].seconds < TIMEOUT + 2 + SLACK
+    assert any("making process groups" in rank.text for rank in ended) or "Rank 2" in ended[3].text
+
+
+def test_d1_a_rank_that_never_joins_the_process_group() -> None:
+    [ended] = run(scenarios.join_alone, 1, limit=30)
+    text, seconds = ended.value
+    assert text.startswith("rank 0 of 2: joining the process group at file://") and "DEEPSPEED_TIMEOUT" in text
+    assert seconds < 2 + SLACK
+
+
 @pytest.mark.parametrize("where", ["forward", "between steps"])
 def test_d5_a_stalled_rank_is_named(where: str, tmp_path: Path) -> None:
     ended = run(scenarios.stall, 3, 1, TIMEOUT + 3, where, group_timeout=TIMEOUT, folder=tmp_path)

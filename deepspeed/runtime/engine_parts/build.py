@@ -55,7 +55,8 @@ def build_optimizer_and_shards(
     groups = _optimizer_groups(module, client_optimizer, model_parameters, config)
     _mark_leaf_modules(module, config)
     agreement.hold(_subjects(module, config, client_optimizer, groups))
-    plan = _plan(config)
+    with agreement.waiting("making process groups"):
+        plan = _plan(config)
     agreement.hand_over(plan.groups)
     if zero.enable_sanity_checks:
         plan.groups.checks = SanityChecks(plan.groups)

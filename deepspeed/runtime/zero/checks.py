@@ -14,7 +14,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.errors import CollectiveTimeout, UsageError
+from deepspeed.errors import CollectiveTimeout, DeepSpeedError, UsageError
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION, DeepSpeedZeroConfig
 from deepspeed.utils.logging import logger
@@ -189,6 +190,16 @@ class Agreement:
             raise groups.lost(f"{self.call}: comparing the ranks' models and configurations", error) from error
         if not failure:
             raise UsageError(text)
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """A block that waits for other ranks outside the core's collectives: a failure says for what, and for whom."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.groups is None or isinstance(error, DeepSpeedError):
+                raise
+            raise self.groups.lost(f"{self.call}: {what}", error) from error
 
     def hand_over(self, groups: ShardGroups) -> None:
         """Let ``groups``, made since, know where the ranks of this agreement are."""

@@ -199,7 +199,8 @@ class Init:
                 agreement.groups = shard_groups(1, group)
             agreement.hold(_subjects(self, settings, module))
             hpz = zero.zero_hpz_partition_size if zero is not None else 1
-            self.groups: ShardGroups = shard_groups(hpz, group, zero_param_parallel_group)
+            with agreement.waiting("making process groups"):
+                self.groups: ShardGroups = shard_groups(hpz, group, zero_param_parallel_group)
         agreement.hand_over(self.groups)
         if zero is not None and zero.enable_sanity_checks:
             self.groups.checks = SanityChecks(self.groups)

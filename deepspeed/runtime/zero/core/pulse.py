@@ -96,9 +96,11 @@ class Pulse:
         atexit.unregister(self._at_exit)
 
     def __del__(self) -> None:
-        stopped = self.__dict__.get("stopped")
+        stopped, at_exit = self.__dict__.get("stopped"), self.__dict__.get("_at_exit")
         if stopped is not None:
             stopped.set()
+        if at_exit is not None:
+            atexit.unregister(at_exit)
 
     # -- what every rank writes
 
