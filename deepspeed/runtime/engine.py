@@ -223,8 +223,9 @@ class DeepSpeedEngine(CheckpointMixin, ConfigGetters, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that were not reduced. Those that were belong to the window, which only ``step`` ends."""
-        if self._trains:
-            self.optimizer.grads.drop_local()
+        with torch._C.DisableTorchFunctionSubclass():
+            for param in self.module.parameters():
+                param.grad = None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
