@@ -100,20 +100,28 @@ def allocated_on_cpu() -> int:
 
 
 def peak_on_cpu(run: Callable[[], object]) -> int:
-    """Largest number of bytes of CPU tensors while ``run`` runs: those seen before plus the allocator's trace."""
-    gc.collect()
-    before = allocated_on_cpu()
+    """Largest number of bytes of CPU tensors while ``run`` runs: those seen before plus the allocator's trace.
+
+    Runs twice and measures the second: the trace does not show that memory is freed which it did not see allocated, and
+    a step frees what the one before it left.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
+        gc.collect()
+        before = allocated_on_cpu()
+        with torch.profiler.record_function("measured run"):
+            run()
     results = profile.profiler.kineto_results
     assert results is not None
+    events = results.events()
+    begin = next(event.start_ns() for event in events if event.name() == "measured run")
     changes = [
         (event.start_ns(), event.nbytes())
-        for event in results.events()
+        for event in events
         if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
     ]
     live = peak = 0
-    for _, change in sorted(changes, key=lambda item: item[0]):
+    for _, change in sorted((c for c in changes if c[0] >= begin), key=lambda item: item[0]):
         live += change
         peak = max(peak, live)
     return before + peak

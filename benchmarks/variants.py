@@ -54,7 +54,7 @@ class DeepSpeedTrainer:
             "overlap_comm": True,
             "contiguous_gradients": True,
             "stage3_max_reuse_distance": 0,
-            "stage3_prefetch_bucket_size": 5e7,
+            "stage3_prefetch_bucket_size": min(50_000_000, 2 * models.SHAPES[work.model].block_numel),
             "zero_hpz_partition_size": work.hpz,
             **changes,
         }

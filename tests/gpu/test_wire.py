@@ -48,7 +48,7 @@ def _right() -> list[str]:
             full = [_data(channel.rank, i, channel.size * n, dtype) for i, n in enumerate(sizes)]
             for average in (True, False):
                 parts = [torch.full((n,), -1, dtype=dtype, device=place.device()) for n in sizes]
-                wire.reduce_scatter(parts, full, channel, average).wait()
+                wire.reduce_scatter(parts, list(full), channel, average).wait()
                 for i, (n, part) in enumerate(zip(sizes, parts, strict=True)):
                     total = torch.stack([_data(r, i, channel.size * n, torch.float32) for r in range(channel.size)])
                     wanted = total.mean(0) if average else total.sum(0)
@@ -102,7 +102,7 @@ def _measure() -> dict[str, dict[str, float]]:
             "gather": _milliseconds(lambda f=fulls, s=shards: wire.gather(f, s, channel).wait()),
             "gather flat": _milliseconds(lambda f=full, s=shard: channel.group._allgather_base(f, s).wait()),
             "flat and copy-out": _milliseconds(copy_out),
-            "reduce": _milliseconds(lambda f=fulls, s=shards: wire.reduce_scatter(s, f, channel).wait()),
+            "reduce": _milliseconds(lambda f=fulls, s=shards: wire.reduce_scatter(s, list(f), channel).wait()),
             "reduce flat": _milliseconds(
                 lambda f=full, s=shard, o=options: channel.group._reduce_scatter_base(s, f, o).wait()
             ),

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -25,6 +27,7 @@ def shard_parameter(
 ) -> ShardedParam:
     """Shard ``param`` in place over ``groups``; its weights are those of rank 0. Collective.
 
+    Needs the memory of the shard and of ``BROADCAST_CHUNK`` elements beside the parameter, however it lies in memory.
     The parameter becomes a unit of its own until a model's units are formed.
 
     Args:
@@ -38,10 +41,9 @@ def shard_parameter(
     size = layout.shard_numel(numel, groups.primary.size)
     start, end = layout.valid_span(numel, size, groups.primary.rank)
     shard = torch.zeros(size, dtype=dtype, device=shard_device if shard_device is not None else device)
-    flat = param.data.reshape(-1)
-    for low in range(0, numel, BROADCAST_CHUNK):
-        high = min(low + BROADCAST_CHUNK, numel)
-        piece = flat[low:high].to(device=device, dtype=dtype)
+    for low, piece in _pieces(param.data, BROADCAST_CHUNK):
+        high = low + piece.numel()
+        piece = piece.to(device=device, dtype=dtype)
         if broadcast:
             piece = piece.contiguous()
             try:
@@ -52,6 +54,25 @@ def shard_parameter(
         if first < last:
             shard[first - start : last - start].copy_(piece[first - low : last - low])
     return adopt_shard(param, shard, shape, groups, device)
+
+
+def _pieces(data: torch.Tensor, limit: int, start: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
+    """Cut ``data`` into 1-D pieces of at most ``limit`` elements, each with its position in the flattened tensor.
+
+    Where to cut depends on the shape alone, so that ranks agree. Only a piece that is not contiguous is copied.
+    """
+    if not data.numel():
+        return
+    if not data.dim():
+        data = data.reshape(1)
+    row = data.numel() // len(data)
+    if row > limit:
+        for index, part in enumerate(data):
+            yield from _pieces(part, limit, start + index * row)
+        return
+    rows = max(limit // row, 1)
+    for first in range(0, len(data), rows):
+        yield start + first * row, data[first : first + rows].reshape(-1)
 
 
 def adopt_shard(

@@ -199,6 +199,7 @@ def reduce_scatter(
     """Reduce every ``ins[i]`` (1-D, ``channel.size * n``) over ranks and keep this rank's slice in ``outs[i]`` (n).
 
     One call on the wire for the whole list. ``ins`` and ``outs`` must stay untouched until the handle was waited for.
+    A list ``ins`` is emptied where its contents were copied: the caller need not keep their memory alive.
     """
     if channel.group is None:
         torch._foreach_copy_(list(outs), list(ins))
@@ -216,6 +217,9 @@ def _reduce_flat(outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], chan
     rows = torch.empty(channel.size, total, dtype=ins[0].dtype, device=ins[0].device)
     shaped, columns = _columns(rows, ins, channel.size)
     torch._foreach_copy_(columns, shaped)
+    if isinstance(ins, list):
+        ins.clear()
+    del shaped
     flat = _adjacent(outs)
     if flat is not None:
         return CopyOut(channel.group._reduce_scatter_base(flat, rows.view(-1), options), [], [], rows)
