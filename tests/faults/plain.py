@@ -11,10 +11,11 @@ from tests.harness import models
 
 
 class PlainCalls:
-    """What a rank's calls must give; ``loss`` values are rank 0's."""
+    """What a rank's calls must give; ``loss`` values are rank 0's. Every backward is divided by the accumulation steps;
+    every ``accumulation``-th call of ``step`` that is not refused steps."""
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    def __init__(self, world: int, accumulation: int) -> None:
+        self.world, self.accumulation, self.micro = world, accumulation, 0
         self.model = models.blocks()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2)
         self.number = 0
@@ -22,7 +23,7 @@ class PlainCalls:
 
     def _backward(self, number: int, times: int = 1) -> None:
         for rank in range(self.world):
-            (times * self.model(*models.batch(number, rank)) / self.world).backward()
+            (times * self.model(*models.batch(number, rank)) / (self.world * self.accumulation)).backward()
         self.has_gradients = True
 
     def _loss(self, number: int) -> float:
@@ -50,8 +51,12 @@ class PlainCalls:
         self._backward(self.number - 1)
 
     def step(self) -> Any:
+        if (self.micro + 1) % self.accumulation:
+            self.micro += 1
+            return "stepped"
         if not self.has_gradients:
             return "refused: step() without gradients: call"
+        self.micro += 1
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.has_gradients = False

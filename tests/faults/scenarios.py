@@ -526,8 +526,8 @@ class Calls:
 CALLS = ("train", "plain_backward", "double", "look", "forward_only", "two_forwards", "step", "step")
 
 
-def fuzz(names: list[str], zero: dict[str, Any]) -> Any:
-    calls = Calls(build(models.blocks(), config(**zero)))
+def fuzz(names: list[str], accumulation: int, zero: dict[str, Any]) -> Any:
+    calls = Calls(build(models.blocks(), config(top_gradient_accumulation_steps=accumulation, **zero)))
     seen = [getattr(calls, name)() for name in names]
     return {"seen": seen, "weights": weights(calls.engine), "left": idle(calls.engine)}
 

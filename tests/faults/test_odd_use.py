@@ -44,8 +44,9 @@ def test_d10_calls_in_any_order_equal_plain_torch_or_are_refused(seed: int) -> N
     if seed == 0:
         names = ["step", "train", "step", "step", "double", "train", "step", "look", "step"]
     zero: dict[str, Any] = {"zero_hpz_partition_size": 2} if seed % 2 else {}
-    results = values(scenarios.fuzz, 2, names, zero)
-    expected = PlainCalls(2).run(names)
+    accumulation = 1 + seed // 3
+    results = values(scenarios.fuzz, 2, names, accumulation, zero)
+    expected = PlainCalls(2, accumulation).run(names)
     for got, wanted in zip(results[0]["seen"], expected["seen"], strict=True):
         if isinstance(wanted, float):
             assert got == pytest.approx(wanted, rel=1e-5), names
