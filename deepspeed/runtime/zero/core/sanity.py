@@ -11,8 +11,8 @@
   gradients, and one small exchange per step.
 - Leaving a read-only ``GatheredParameters`` block with edited weights is an error (see ``gathered.py``).
 
-All this makes training synchronous: expect a step to take several times as long. Switched off, it costs one comparison
-with None per collective.
+All this makes training synchronous, so nothing overlaps: steps of a tiny model on two gloo ranks took 1.4 to 2 times as
+long. Switched off, it costs one comparison with None per collective.
 """
 
 from __future__ import annotations
