@@ -70,6 +70,8 @@ def choose_layout(ranks: int | None, device: str) -> Layout:
     hpz = 2 if ranks % 2 == 0 else 1
     if cuda:
         why = f"{gpus} GPU(s) found"
+    elif device == "cpu":
+        why = "as asked"
     elif gpus:
         why = "one GPU cannot show sharding, so the ranks run on the CPU (--device cuda uses it all the same)"
     else:
