@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed.checkpoint.manifest import Manifest, read_manifest
+from deepspeed.checkpoint.manifest import Manifest, prefetch, read_manifest
 from deepspeed.checkpoint.store import safe_component
 from deepspeed.checkpoint.zero3_format import LATEST, rank_of, shard_names
 from deepspeed.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
@@ -39,6 +39,8 @@ class TagFolder:
 
     def verify(self, names: Collection[str]) -> None:
         """Compare the hashes of these files with the manifest (nothing to do without one)."""
+        for name in names:
+            prefetch(self.path / name)
         if self.manifest is not None:
             for name in names:
                 self.manifest.check_hash(self.path, name)

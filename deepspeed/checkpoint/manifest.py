@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,12 +19,12 @@ from typing import Any
 from deepspeed.checkpoint.store import FileRecord
 from deepspeed.errors import CheckpointCorrupt
 
-__all__ = ["FORMAT", "MANIFEST_NAME", "Manifest", "hash_file", "read_manifest"]
+__all__ = ["FORMAT", "MANIFEST_NAME", "Manifest", "hash_file", "prefetch", "read_manifest"]
 
 MANIFEST_NAME = "ds_manifest.json"
 FORMAT = "deepspeed-zero3/1"
 COMPLETE, PUBLISHING = "complete", "publishing"
-_CHUNK = 1 << 22
+_CHUNK = 1 << 20
 _MAX_BYTES = 256 << 20
 
 
@@ -107,6 +108,19 @@ class Manifest:
             raise CheckpointCorrupt(f"{folder / name} is not in the manifest")
         if hash_file(folder / name) != record.sha256:
             raise CheckpointCorrupt(f"{folder / name} does not match its manifest hash (changed, or from another run)")
+
+
+def prefetch(path: Path) -> None:
+    """Ask the system to read a file ahead; a hint, nothing depends on it."""
+    if hasattr(os, "posix_fadvise"):
+        try:
+            handle = os.open(path, os.O_RDONLY)
+        except OSError:
+            return
+        try:
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(handle)
 
 
 def hash_file(path: Path) -> str:

@@ -14,6 +14,7 @@ import ctypes
 import errno
 import fcntl
 import hashlib
+import mmap
 import os
 import shutil
 import time
@@ -29,6 +30,7 @@ from deepspeed.errors import CheckpointError
 __all__ = ["FileRecord", "HashingSink", "Storage", "safe_component"]
 
 _BIG = 1 << 20  # bytes from which hashing beside writing pays for the hand-over
+_BUFFER = 4 << 20  # a multiple of every block size
 
 
 @dataclass(frozen=True)
@@ -56,43 +58,98 @@ def safe_component(tag: str) -> str:
 
 
 class HashingSink:
-    """A binary sink that writes through and hashes what it writes; large pieces are hashed beside the write."""
+    """A binary sink that writes through and hashes what it writes.
+
+    Data goes through one aligned buffer.  From the first full one on, the file is written past the page cache where the
+    system allows that: checkpoints are rarely read back soon, and filling the cache with them costs more processor time
+    than hashing.  Large pieces are hashed beside the write.  Call `finish` once; it writes what is left.
+    """
 
     def __init__(self, raw: BinaryIO) -> None:
         self._raw = raw
         self._hash = hashlib.sha256()
         self._pool: ThreadPoolExecutor | None = None
+        self._buffer = mmap.mmap(-1, _BUFFER)
+        self._held = 0
+        self._direct: bool | None = None  # None: not tried yet
         self.size = 0
 
     def write(self, data: Any) -> int:
         view = memoryview(data)
+        if view.nbytes == 0:
+            return 0
+        view = view.cast("B")
         if view.nbytes >= _BIG:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="ds-checkpoint-hash")
             hashing = self._pool.submit(self._hash.update, view)
             try:
-                self._write_all(view)
+                self._put(view)
             finally:
                 hashing.result()
         else:
             self._hash.update(view)
-            self._write_all(view)
+            self._put(view)
         self.size += view.nbytes
         return view.nbytes
 
-    def _write_all(self, view: memoryview) -> None:
-        view = view.cast("B") if view.nbytes else view
+    def _put(self, view: memoryview) -> None:
         while view.nbytes:
-            view = view[self._raw.write(view) :]
+            count = min(view.nbytes, _BUFFER - self._held)
+            self._buffer[self._held : self._held + count] = view[:count]
+            self._held += count
+            view = view[count:]
+            if self._held == _BUFFER:
+                if self._direct is None:
+                    self._direct = _set_direct(self._raw, True)
+                self._flush_buffer()
+
+    def _flush_buffer(self) -> None:
+        with memoryview(self._buffer) as whole, whole[: self._held] as rest:
+            done = 0
+            while done < self._held:
+                try:
+                    with rest[done:] as piece:
+                        done += self._raw.write(piece)
+                except OSError as failure:
+                    if not self._direct or failure.errno != errno.EINVAL:
+                        raise
+                    self._direct = not _set_direct(self._raw, False)  # the file system refused after all
+        self._held = 0
 
     def flush(self) -> None:
-        self._raw.flush()
+        """Nothing to do: `finish` writes what is held."""
 
-    def finish(self) -> tuple[int, str]:
-        """Bytes written and their sha256."""
+    def finish(self) -> None:
+        """Write what is held."""
+        if self._direct:
+            _set_direct(self._raw, False)
+            self._direct = False
+        if self._held:
+            self._flush_buffer()
+
+    def close(self) -> None:
+        """Give the buffer and the thread back."""
         if self._pool is not None:
             self._pool.shutdown()
-        return self.size, self._hash.hexdigest()
+        self._buffer.close()
+
+    def digest(self) -> str:
+        """sha256 of what was written."""
+        return self._hash.hexdigest()
+
+
+def _set_direct(raw: BinaryIO, on: bool) -> bool:
+    """Switch writing past the page cache; whether that worked."""
+    flag = getattr(os, "O_DIRECT", 0)
+    if not flag:
+        return False
+    try:
+        flags = fcntl.fcntl(raw.fileno(), fcntl.F_GETFL)
+        fcntl.fcntl(raw.fileno(), fcntl.F_SETFL, flags | flag if on else flags & ~flag)
+    except OSError:
+        return False
+    return True
 
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -126,10 +183,11 @@ class Storage:
             sink = HashingSink(raw)
             try:
                 fill(cast(BinaryIO, sink))
+                sink.finish()
             finally:
-                size, digest = sink.finish()
+                sink.close()
             os.fsync(raw.fileno())
-        return FileRecord(path.name, size, digest)
+        return FileRecord(path.name, sink.size, sink.digest())
 
     def sync_dir(self, path: Path) -> None:
         """Make names in `path` durable."""
