@@ -20,6 +20,7 @@ LAYER_OF = {
     "deepspeed.errors": "pure",
     "deepspeed.version": "pure",
     "deepspeed.utils.logging": "pure",
+    "deepspeed.utils.plan": "pure",
     "deepspeed.comm.comms_logger": "pure",
     "deepspeed.comm.discovery": "pure",
     "deepspeed.runtime.batch": "pure",
