@@ -303,7 +303,7 @@ class Fetcher:
         self.live: dict[ShardedUnit, None] = {}
         self.forward_trace, self.eval_trace, self.backward_trace = Trace(), Trace(), Trace()
         self.trace = self.forward_trace
-        self.in_forward = self.in_backward = False
+        self.in_forward = self.in_backward = self.differentiated = False
         self.epoch = 0
         self.warn_on_change = False
 
@@ -444,6 +444,13 @@ class Fetcher:
         self.trace.reset()
         self.refresh_persistent()
 
+    def hold_all(self) -> None:
+        """The backward that begins will be differentiated: all weights stay until a backward after it has ended."""
+        self.differentiated = True
+        for unit in self.units:
+            self.ready(unit)
+            unit.hold_until_flush = True
+
     def acquire_backward(self, unit: ShardedUnit) -> None:
         """The backward of a module that uses ``unit`` begins."""
         if unit.persistent or (unit.visited == self.epoch and unit.exposed and unit.fresh):
@@ -461,7 +468,8 @@ class Fetcher:
     def end_backward(self, completed: bool = True) -> None:
         """The backward ended: release everything; adopt the order seen."""
         self.in_backward = False
-        for unit in list(self.live):
+        keep, self.differentiated = self.differentiated and completed, False
+        for unit in list(self.live) if not keep else ():
             unit.users = 0
             unit.hold_until_flush = False
             self.drop(unit)

@@ -147,7 +147,8 @@ class ScopeHooks:
         fetcher = self.fetcher
         if torch._C._current_graph_task_id() != -1:
             if not fetcher.in_backward:
-                self.begin_backward()
+                with torch.no_grad():  # the recomputation enabled them
+                    self.begin_backward()
             return
         if fetcher.in_backward:  # a backward that raised left it so
             self.end_backward(completed=False)
@@ -304,18 +305,29 @@ class ScopeHooks:
                     self.grads.complete(unit)
             self.fetcher.release_backward(unit)
 
+    def _any_wants_gradient(self) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            units = [*self.fetcher.units, *self.fetcher.persistent]
+            return any([p.param.requires_grad for unit in units for p in unit.params])
+
     def begin_backward(self) -> None:
-        """Called at every first sign of a backward; begins it if it has not begun."""
+        """Called at every first sign of a backward; begins it if it has not begun.
+
+        In a backward that is to be differentiated (``create_graph``) autograd runs its nodes with gradients enabled.
+        """
         if self.fetcher.in_backward:
             return
-        if self.grads is None:
+        if self.grads is None and self._any_wants_gradient():
             raise UsageError(
                 "backward through a model that deepspeed.initialize set up without an optimizer: its gradients have "
                 "nowhere to go. Pass optimizer=, model_parameters= with an 'optimizer' section, or run the forward "
                 "under torch.no_grad()."
             )
         self.fetcher.begin_backward()
-        self.grads.begin(self.fetcher.epoch)
+        if self.grads is not None:
+            self.grads.begin(self.fetcher.epoch)
+        if torch.is_grad_enabled():
+            self.fetcher.hold_all()
         if not self.managed:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
