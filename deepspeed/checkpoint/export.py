@@ -25,7 +25,7 @@ from deepspeed.checkpoint.serialization import exact, save_file
 from deepspeed.checkpoint.store import Storage
 from deepspeed.checkpoint.writer import new_nonce
 
-__all__ = ["Entry", "parse_size", "plan_shards", "write_shards", "write_state_dict"]
+__all__ = ["Entry", "format_size", "parse_size", "plan_shards", "write_shards", "write_state_dict"]
 
 _SCRATCH_FROM = 64 << 20  # bytes of a torch file from which it is assembled in a scratch file
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -68,6 +68,15 @@ def parse_size(text: str | int) -> int:
     if match is None or match.group(2) not in _UNITS:
         raise ValueError(f"{text!r} is not a size; write for example '5GB' or '300MB'")
     return int(float(match.group(1)) * _UNITS[match.group(2)])
+
+
+def format_size(count: float) -> str:
+    """Bytes for people: ``"312 B"``, ``"4.2 MB"``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
 
 
 def plan_shards(entries: Sequence[Entry], max_bytes: int | None) -> list[list[Entry]]:

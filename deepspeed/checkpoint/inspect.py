@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from deepspeed.checkpoint.export import format_size
 from deepspeed.checkpoint.folder import TagFolder, open_tag, resolve_tag
 from deepspeed.checkpoint.reader import ZeroSource
 from deepspeed.checkpoint.universal import UniversalSource, is_universal
@@ -120,7 +121,7 @@ def _table(facts: dict[str, Any], with_params: bool) -> str:
     notes: list[str] = []
     for tag in facts["tags"]:
         count = f"{len(tag.get('parameters', ()))} ({_elements(tag)})" if "parameters" in tag else "-"
-        size = f"{sum(tag['files'].values()) / 1e6:.1f} MB" if "files" in tag else "-"
+        size = format_size(sum(tag["files"].values())) if "files" in tag else "-"
         rows.append(
             (
                 "*" if tag["tag"] == facts["latest"] else "",

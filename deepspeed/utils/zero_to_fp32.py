@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.checkpoint.export import Entry, write_shards
+from deepspeed.checkpoint.export import Entry, format_size, write_shards
 from deepspeed.checkpoint.folder import open_tag, resolve_tag
 from deepspeed.checkpoint.loading import whole
 from deepspeed.checkpoint.reader import ZeroSource, check_optim, parse_layout
@@ -273,7 +273,7 @@ def convert_zero_checkpoint_to_state_dict(
     source = _source(folder)
     entries = _entries(_lazy_state(source, exclude_frozen_parameters), dtype)
     total = sum(entry.nbytes for entry in entries)
-    print(f"{folder}: {len(entries)} tensors of {source.layout.world_size} ranks, {total / 1e9:.3f} GB to write")
+    print(f"{folder}: {len(entries)} tensors of {source.layout.world_size} ranks, {format_size(total)} to write")
     with tqdm(total=total, unit="B", unit_scale=True, desc="writing") as bar:
         names = write_shards(
             Path(output_dir),
