@@ -7,6 +7,7 @@ Everything that runs on ranks is a module-level function: the pool calls it by n
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepspeed
+from deepspeed.utils import logger
 from tests.harness import models, reference
 
 Losses = list[float]
@@ -62,6 +64,24 @@ class Run:
     norms: Losses
     params: dict[str, Tensor]
     stats: dict[str, int] = field(default_factory=dict)
+
+
+class Heard(logging.Handler):
+    """Collects messages of the package's logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def __enter__(self) -> Heard:
+        logger.addHandler(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        logger.removeHandler(self)
 
 
 def settings(

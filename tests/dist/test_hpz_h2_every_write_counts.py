@@ -8,6 +8,9 @@ give the loss and every gradient of a plain model that was changed in the same w
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -183,8 +186,6 @@ def checkpoint_loaded(**flags: Any) -> Callable[[Twin], None]:
         twin.plain_write(lambda name, param: param.copy_(before[name]))
         dist.barrier()
         if twin.rank == 0:
-            import shutil
-
             shutil.rmtree(Path(folder[0]))
 
     return event
@@ -219,7 +220,7 @@ EVENTS: dict[str, Callable[[Twin], None]] = {
 }
 
 
-def run_events(names: list[str], recompute: bool) -> None:
+def run_events(names: list[str]) -> None:
     """Each event on a twin of its own: twice, once on a valid cache and once after a step."""
     twin = Twin(models.uneven, hpz=2)
     for name in names:
@@ -233,6 +234,66 @@ def run_events(names: list[str], recompute: bool) -> None:
     twin.engine.destroy()
 
 
+def save_changed(folder: str) -> dict[str, Tensor]:
+    """Weights written through a gather after the last step, saved before the next (V2)."""
+    twin = Twin(models.uneven, hpz=1)
+    twin.check("start")
+    twin.step()
+    modifier_rank(1)(twin)
+    twin.engine.save_checkpoint(folder, tag="a")
+    return {name: param.detach().clone() for name, param in twin.plain.named_parameters()}
+
+
+def load_elsewhere(folder: str, saved: dict[str, Tensor], flags: dict[str, Any], config: dict[str, Any]) -> None:
+    twin = Twin(models.uneven, hpz=2, **config)
+    twin.check("start")
+    twin.step()
+    twin.evaluate()
+    assert all(shard is not None for shard in twin.secondaries())
+    path, _ = twin.engine.load_checkpoint(folder, **flags)
+    assert path is not None
+    twin.plain_write(lambda name, param: param.copy_(saved[name]))
+    twin.check("loading what another world wrote")
+    twin.step()
+    twin.check("a step after it")
+
+
+def test_checkpoint_of_another_world(tmp_path: Path) -> None:
+    """Saved by 2 ranks without hpZ, loaded by 4 with it: as it is, and after conversion to the universal layout."""
+    (saved, _) = run_ranks(save_changed, 2, str(tmp_path / "plain"))
+    for flags in ({}, {"load_optimizer_states": False}, {"load_module_only": True}):
+        run_ranks(load_elsewhere, 4, str(tmp_path / "plain"), saved, flags, {})
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    folders = ["--input_folder", str(tmp_path / "plain" / "a"), "--output_folder", str(tmp_path / "universal" / "a")]
+    subprocess.run([*command, *folders], check=True, capture_output=True, timeout=120)
+    run_ranks(
+        load_elsewhere, 4, str(tmp_path / "universal"), saved, {"tag": "a"}, {"checkpoint": {"load_universal": True}}
+    )
+
+
+def frozen_written() -> None:
+    """Frozen weights are cached for good, so a write to them is where a stale copy would stay longest."""
+    twin = Twin(models.frozen, hpz=2)
+    frozen = [name for name, param in twin.plain.named_parameters() if not param.requires_grad]
+    for rank in (0, 2):
+        twin.check("start")
+        twin.step()
+        twin.evaluate()
+        assert all(shard is not None for shard in twin.secondaries())
+        with GatheredParameters([twin.named[name] for name in frozen], modifier_rank=rank), torch.no_grad():
+            if twin.rank == rank:
+                for name in frozen:
+                    change(name, twin.named[name])
+        twin.plain_write(change, frozen)
+        twin.check("frozen weights written")
+        twin.step()
+        twin.weights_match()
+
+
+def test_frozen_weights_are_written() -> None:
+    run_ranks(frozen_written, 4)
+
+
 @pytest.mark.parametrize("part", range(3))
 def test_every_event(part: int) -> None:
-    run_ranks(run_events, 4, list(EVENTS)[part::3], False, timeout=120)
+    run_ranks(run_events, 4, list(EVENTS)[part::3], timeout=120)

@@ -7,37 +7,15 @@ warning (an error under `enable_sanity_checks`) names the parameter (V9, cases 4
 
 from __future__ import annotations
 
-import logging
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import deepspeed
 from deepspeed.errors import UsageError
-from deepspeed.utils import logger
-from tests.dist.support import assert_tensors, full_params, initialize, settings
+from tests.dist.support import Heard, assert_tensors, full_params, initialize, settings
 from tests.harness import models
 from tests.harness.pool import run_ranks
-
-
-class Heard(logging.Handler):
-    """Collects messages of the package's logger."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-    def __enter__(self) -> Heard:
-        logger.addHandler(self)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        logger.removeHandler(self)
 
 
 def edit_data(param: torch.nn.Parameter) -> None:

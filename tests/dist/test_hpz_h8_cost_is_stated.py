@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 import deepspeed
-from tests.dist.support import initialize, settings, train
-from tests.dist.test_hpz_h5_readers import Heard
+from tests.dist.support import Heard, initialize, settings, train
 from tests.harness import models
 from tests.harness.pool import run_ranks
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
-from tests.dist.support import full_params, initialize, settings, train
+from tests.dist.support import Heard, full_params, initialize, settings, train
 from tests.harness import models, reference
 from tests.harness.pool import run_ranks
 
@@ -200,9 +200,26 @@ def frozen_later() -> dict[str, torch.Tensor]:
     return after
 
 
-@pytest.mark.parametrize(
-    "work", [engine_names, optimizer_names, returned_tuple, frozen_later], ids=lambda w: w.__name__
-)
+def unfrozen_later() -> None:
+    """Said once, by name: a parameter that was frozen at initialize has no master and is not trained."""
+    engine = initialize(models.frozen(), settings(), reference.sgd)
+    before = full_params(engine.module)
+    with Heard() as heard:
+        train(engine, models.batch, range(1))
+        assert not any("not trained" in text for text in heard.texts)
+        engine.module.layers[0].requires_grad_(True)
+        train(engine, models.batch, range(1, 3))
+    said = [text for text in heard.texts if "not trained" in text]
+    assert len(said) == 1 and "layers.0." in said[0] and "initialize" in said[0]
+    after = full_params(engine.module)
+    assert torch.equal(before["layers.0.up.weight"], after["layers.0.up.weight"])
+    assert not torch.equal(before["layers.1.up.weight"], after["layers.1.up.weight"])
+
+
+WORK = [engine_names, optimizer_names, returned_tuple, frozen_later, unfrozen_later]
+
+
+@pytest.mark.parametrize("work", WORK, ids=lambda work: work.__name__)
 def test_names(work: Any) -> None:
     run_ranks(work, 2)
 

@@ -61,6 +61,7 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
         self._skipped = False
         self._skips_in_a_row = 0
         self.offloaded: set[OffloadStateTypeEnum] = set()
+        self._frozen = [p for p in model.params.values() if p not in master.places and not p.param.requires_grad]
         self.on_skip: Callable[[], None] = lambda: None
 
     # -- what client code reads
@@ -169,6 +170,7 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
         checks = self.sharded.plan.groups.checks
         if checks is not None:
             checks.before_step(list(self.master.places))
+        self._notice_unfrozen()
         self.steps += 1
         shards = self.grad_shards.items()
         self.verdict = vote(
@@ -252,6 +254,18 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
             scale = f"; the loss scale is now {self.loss_scaler.loss_scale:g}" if self.dtype is torch.float16 else ""
             row = f"; {count} in a row" if count > 1 else ""
             logger.warning(f"step {verdict.step} skipped: {self._culprit(verdict)}{row}{scale}")
+
+    def _notice_unfrozen(self) -> None:
+        """Say once that a parameter that was frozen when the engine was built is not trained although it is not now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            unfrozen = [p for p in self._frozen if p.param.requires_grad]
+        if unfrozen:
+            self._frozen = []
+            names = ", ".join(p.name for p in unfrozen[:5]) + (", …" if len(unfrozen) > 5 else "")
+            logger.warning(
+                f"{names} were frozen when deepspeed.initialize was called and require a gradient now; they have no "
+                "master weights and are not trained. Unfreeze before initialize, or build a new engine"
+            )
 
     @property
     def norm(self) -> torch.Tensor | None:
