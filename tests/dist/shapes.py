@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.harness import models, reference
+from tests.harness import models
 
 Backward = Callable[..., Any]
 Step = Callable[[Any, Backward, int, int], Sequence[Tensor]]
@@ -239,14 +239,20 @@ class Routed(nn.Module):
                 return hidden + sum(branch(normed) for branch in self.branches)
             return hidden + self.branches[choice](normed)
 
-    def __init__(self) -> None:
+    def __init__(self, recompute: str | None = None) -> None:
         super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList([Routed.Router() for _ in range(3)])
         self.tail = nn.Linear(WIDTH, 3)
+        self.recompute = recompute
 
     def forward(self, hidden: Tensor, choice: int) -> Tensor:
-        for block in self.blocks:
-            hidden = block(block(hidden, choice), choice)
+        hidden = self.head(hidden)
+        for block in [block for block in self.blocks for _ in range(2)]:
+            if self.recompute is None:
+                hidden = block(hidden, choice)
+            else:
+                hidden = checkpoint(block, hidden, choice, use_reentrant=self.recompute == "reentrant")
         return self.tail(hidden).square().mean()
 
 
@@ -423,6 +429,8 @@ SHAPES: dict[str, Shape] = {
     "tied": Shape(models.tied, one_loss),
     "experts by rank": Shape(models.conditional, one_loss_by_rank),
     "routed leaves": Shape(built(Routed), routed, mark_routers),
+    "routed leaves, recomputed": Shape(built(lambda: Routed("non-reentrant")), routed, mark_routers),
+    "routed leaves, reentrant": Shape(built(lambda: Routed("reentrant")), routed, mark_routers),
     "two forwards, one backward": Shape(models.blocks, two_forwards_one_backward),
     "two forwards, one backward, frozen": Shape(models.frozen, two_forwards_one_backward),
     "two forwards, two backwards": Shape(models.blocks, two_forwards_two_backwards),
@@ -455,43 +463,3 @@ SHAPES: dict[str, Shape] = {
         for use in ("T", "t()", "linear", "to", "clone", "view", "index", "einsum", "cat")
     },
 }
-
-
-@dataclasses.dataclass
-class Outcome:
-    """Losses by step, and the averaged gradients of the last step; weights at the end."""
-
-    losses: list[list[float]]
-    grads: dict[str, Tensor]
-    params: dict[str, Tensor]
-
-
-def by_plain_torch(shape: Shape, world: int, steps: int) -> list[Outcome]:
-    """What every rank should see."""
-    model = shape.build()
-    model.train()
-    live = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    optimizer = reference.sgd(live.values())
-    losses: list[list[list[float]]] = [[] for _ in range(world)]
-    grads: dict[str, Tensor] = {}
-    buffers = [{key: value.clone() for key, value in model.named_buffers()} for _ in range(world)]
-    for step in range(steps):
-        total = {name: torch.zeros_like(param) for name, param in live.items()}
-        for rank in range(world):
-            for key, value in model.named_buffers():
-                value.copy_(buffers[rank][key])
-            model.zero_grad(set_to_none=True)
-            seen = shape.step(
-                model, lambda loss, retain_graph=False: loss.backward(retain_graph=retain_graph), step, rank
-            )
-            losses[rank].append([float(loss.detach()) for loss in seen])
-            for name, param in live.items():
-                if param.grad is not None:
-                    total[name] += param.grad.to_dense() / world
-            buffers[rank] = {key: value.clone() for key, value in model.named_buffers()}
-        for name, param in live.items():
-            param.grad = total[name].clone()
-        grads = total
-        optimizer.step()
-    params = {name: param.detach().clone() for name, param in model.named_parameters(remove_duplicate=False)}
-    return [Outcome(losses[rank], grads, params) for rank in range(world)]

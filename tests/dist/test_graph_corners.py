@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.dist import shapes
+from tests.dist import plain, shapes
 from tests.dist.support import LIMITS, assert_tensors, full_grads, initialize, settings
 from tests.harness import models, reference
 from tests.harness.pool import run_ranks
@@ -46,22 +46,22 @@ def penalty(model: Any, backward: Any, step: int, rank: int) -> Tensor:
 
 def gradient_penalty(hpz: int) -> list[Tensor]:
     engine = initialize(models.seeded(Critic), settings(hpz=hpz, zero=LIMITS["nothing stays"]), reference.sgd)
-    plain = models.seeded(Critic)
-    optimizer = reference.sgd(plain.parameters())
+    twin = models.seeded(Critic)
+    optimizer = reference.sgd(twin.parameters())
     losses = []
     for step in range(3):
         losses.append(penalty(engine, engine.backward, step, dist.get_rank()))
-        wanted = penalty(plain, lambda loss: loss.backward(), step, dist.get_rank())
+        wanted = penalty(twin, lambda loss: loss.backward(), step, dist.get_rank())
         torch.testing.assert_close(losses[-1], wanted, rtol=1e-6, atol=1e-6)
         grads = {}
-        for name, param in plain.named_parameters():
+        for name, param in twin.named_parameters():
             grad = torch.zeros_like(param) if param.grad is None else param.grad
             dist.all_reduce(grad)
             param.grad = grads[name] = grad / dist.get_world_size()
         assert_tensors(full_grads(engine.module), grads, 1e-5, 1e-6)
         engine.step()
         optimizer.step()
-        plain.zero_grad()
+        twin.zero_grad()
     return losses
 
 
@@ -69,11 +69,11 @@ def input_gradients_without_training() -> None:
     """A frozen scorer steers an input."""
     module = models.seeded(Critic).requires_grad_(False)
     engine = initialize(module, settings(zero=LIMITS["nothing stays"]), None)
-    plain = models.seeded(Critic)
+    twin = models.seeded(Critic)
     for step in range(2):
         mine, theirs = (shapes.hidden_batch(step, dist.get_rank()).requires_grad_(True) for _ in range(2))
         engine(mine).backward()
-        plain(theirs).backward()
+        twin(theirs).backward()
         torch.testing.assert_close(mine.grad, theirs.grad)
         assert engine.optimizer_model.fetcher.ledger.live == 0
 
@@ -220,7 +220,7 @@ def test_weights_are_released_when_a_backward_leaves_them() -> None:
 
 def test_tiles_and_decoder_equal_plain_torch() -> None:
     for build in (Tiled, Decoder):
-        wanted = shapes.by_plain_torch(
+        wanted = plain.by_plain_torch(
             shapes.Shape(shapes.built(lambda build=build: Untiled(build)), shapes.one_hidden_loss), 2, 3
         )
         for rank, losses in enumerate(run_ranks(losses_of, 2, build)):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.runtime.zero.core import partition
-from tests.dist import shapes
+from tests.dist import plain, shapes
 from tests.dist.support import LIMITS, assert_tensors, full_grads, full_params, initialize, settings
 from tests.harness import reference
 from tests.harness.pool import run_ranks
@@ -23,7 +23,7 @@ STEPS = 3
 GROUPS = [list(shapes.SHAPES)[start::4] for start in range(4)]
 
 
-def run_shapes(names: list[str], hpz: int, fine: bool) -> list[shapes.Outcome]:
+def run_shapes(names: list[str], hpz: int, fine: bool) -> list[plain.Outcome]:
     found = []
     for name in names:
         shape = shapes.SHAPES[name]
@@ -42,14 +42,14 @@ def run_shapes(names: list[str], hpz: int, fine: bool) -> list[shapes.Outcome]:
             losses.append([float(loss.detach()) for loss in seen])
             grads = full_grads(engine.module)
             engine.step()
-        found.append(shapes.Outcome(losses, grads, full_params(engine.module)))
+        found.append(plain.Outcome(losses, grads, full_params(engine.module)))
         engine.destroy()
     return found
 
 
 @functools.cache
-def wanted(name: str, world: int) -> list[shapes.Outcome]:
-    return shapes.by_plain_torch(shapes.SHAPES[name], world, STEPS)
+def wanted(name: str, world: int) -> list[plain.Outcome]:
+    return plain.by_plain_torch(shapes.SHAPES[name], world, STEPS)
 
 
 @pytest.mark.parametrize("group", range(len(GROUPS)))

@@ -220,9 +220,9 @@ EVENTS: dict[str, Callable[[Twin], None]] = {
 }
 
 
-def run_events(names: list[str]) -> None:
+def run_events(names: list[str], threshold: int) -> None:
     """Each event on a twin of its own: twice, once on a valid cache and once after a step."""
-    twin = Twin(models.uneven, hpz=2)
+    twin = Twin(models.uneven, hpz=2, zero={"stage3_param_persistence_threshold": threshold})
     for name in names:
         for _ in range(2):
             twin.evaluate()
@@ -294,6 +294,8 @@ def test_frozen_weights_are_written() -> None:
     run_ranks(frozen_written, 4)
 
 
+@pytest.mark.parametrize("threshold", [0, 40])
 @pytest.mark.parametrize("part", range(3))
-def test_every_event(part: int) -> None:
-    run_ranks(run_events, 4, list(EVENTS)[part::3], timeout=120)
+def test_every_event(part: int, threshold: int) -> None:
+    """Without persistent parameters, and with some."""
+    run_ranks(run_events, 4, list(EVENTS)[part::3], threshold, timeout=120)
