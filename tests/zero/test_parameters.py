@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import io
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from torch import nn
 import deepspeed
 from deepspeed.errors import UsageError
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, ZeroParamType, is_zero_param
-from tests.dist.support import initialize, settings
+from deepspeed.utils import logging
+from tests.dist.support import Heard, initialize, settings
 from tests.harness import models
 from tests.harness.pool import run_ranks
 
@@ -113,12 +115,18 @@ def copies() -> None:
         assert type(param) is nn.Parameter and not hasattr(param, "ds_id")
         assert torch.equal(param, getattr(plain, name)) and param.requires_grad
     assert torch.isfinite(twin(torch.ones(2, 16))).all()
-    state = engine.module.state_dict()
+    with Heard() as heard, mock.patch.object(logging, "_said", set()):
+        state = engine.module.state_dict()
+        engine.module.state_dict()
+        engine.state_dict()
+    (said,) = [text for text in heard.texts if "placeholders" in text]
+    assert "GatheredParameters" in said and "scale" in said
     assert all(tuple(value.shape) == (0,) for value in state.values())
     with pytest.raises(RuntimeError, match="size mismatch"):
         engine.module.load_state_dict(models.uneven().state_dict())
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+    with Heard() as heard, deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         full = engine.module.state_dict()
+        assert heard.texts == []
         file = io.BytesIO()
         torch.save(engine.module.up.weight, file)
         loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from deepspeed.errors import UsageError
+from deepspeed.utils.logging import warning_once
 
+from .core.convert import is_released
 from .core.model import ShardedModel
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ class DeepSpeedZeRoOffload:
         module = model.module
         module.__dict__["ds_external_parameters"] = functools.partial(_external_parameters, module)
         module.__dict__["all_parameters"] = functools.partial(_all_parameters, module)
+        self._state_dict_hook = module.register_state_dict_post_hook(_name_placeholders)
 
     @property
     def module(self) -> nn.Module:
@@ -142,6 +145,7 @@ class DeepSpeedZeRoOffload:
 
     def destroy(self) -> None:
         """Remove the hooks, release what is gathered and the hpZ shards; the primary shards stay."""
+        self._state_dict_hook.remove()
         self.sharded.hooks.remove()
         self.sharded.fetcher.release_all(persistent=True)
         for unit in self.sharded.units:
@@ -152,6 +156,18 @@ class DeepSpeedZeRoOffload:
         if groups.pulse is not None:
             groups.pulse.stop()
             groups.pulse = None
+
+
+def _name_placeholders(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Say once that a state dict holds placeholders instead of weights (PEFT#2450 and others saved those)."""
+    hidden = [name for name, param in module.named_parameters() if is_released(param) and prefix + name in state]
+    if hidden:
+        names = ", ".join(hidden[:3]) + (", …" if len(hidden) > 3 else "")
+        warning_once(
+            f"state_dict() of a model that ZeRO-3 partitions holds empty placeholders for {len(hidden)} parameters "
+            f"({names}). Save with engine.save_checkpoint or engine.save_16bit_model, or call state_dict() inside "
+            "deepspeed.zero.GatheredParameters(model.parameters())"
+        )
 
 
 def _external_parameters(module: nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
