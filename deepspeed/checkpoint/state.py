@@ -18,12 +18,9 @@ from typing import Any
 
 import torch
 
+from deepspeed.runtime.zero.core.layout import shard_numel
+
 __all__ = ["SubGroupState", "Zero3State", "shard_numel"]
-
-
-def shard_numel(numel: int, world_size: int) -> int:
-    """Elements of one rank's shard, padding included: ``ceil(numel / world_size)``."""
-    return -(-numel // world_size)
 
 
 @dataclass

@@ -13,18 +13,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-__all__ = ["consolidate", "extra_states", "persistent_buffers", "state_names"]
+__all__ = ["consolidate", "extra_states", "state_names"]
 
 _EXTRA = "_extra_state"  # torch's name for it
-
-
-def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(full name, buffer) of every buffer that a state dict holds."""
-    for prefix, child in module.named_modules(remove_duplicate=False):
-        skipped = child._non_persistent_buffers_set
-        for name, buffer in child.named_buffers(recurse=False, remove_duplicate=False):
-            if name not in skipped:
-                yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
 def extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
