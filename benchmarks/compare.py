@@ -22,6 +22,8 @@ from . import report
 from .pool import Pool, Setting, WorkerFailed
 from .works import SETS, WORKS, Work, select
 
+TRACED = 3
+"""Steps under the profiler."""
 LEFT_LIMIT = 256 << 20
 """Device bytes that a closed trainer may leave behind before its processes are replaced."""
 
@@ -75,6 +77,10 @@ class Comparison:
             if variant not in failed:
                 counted = self._ask(variant, work, failed, "count", self.options.run_limit)
                 rows[variant].update(counted[0] if counted else {})
+            if self.options.trace and self.setting.device == "cuda" and variant not in failed:
+                arguments = {"steps": TRACED, "folder": str(self.options.out.resolve())}
+                traced = self._ask(variant, work, failed, "trace", self.options.run_limit, arguments)
+                rows[variant].update(traced[0] if traced else {})
         for variant in order:
             if variant not in failed:
                 answer = self._ask(variant, work, failed, "close", 60)
@@ -160,6 +166,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="timed steps per round, waited for, and as many not")
     parser.add_argument("--warmup", type=int, default=4, help="untimed steps before the first round")
     parser.add_argument("--rewarm", type=int, default=2, help="untimed steps before every other round")
+    parser.add_argument("--trace", action="store_true", help="also profile the device: communication hidden or not")
     parser.add_argument("--out", type=Path, default=Path("runs/compare"))
     parser.add_argument("--time-limit", type=float, default=3600.0, help="seconds after which no work is begun")
     parser.add_argument("--start-limit", type=float, default=180.0)

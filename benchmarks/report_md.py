@@ -73,6 +73,25 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, *(["", *problems] if problems else [])])
 
 
+def hiding(results: list[dict[str, Any]]) -> str:
+    """What the traces show of each work (``benchmarks.overlap``), as a Markdown table; empty where none were taken."""
+    lines = []
+    for result in results:
+        for name, row in result["rows"].items():
+            seen = row.get("trace")
+            if seen:
+                figures = [f"{seen[key]:.1f}" for key in ("window", "compute", "comm", "exposed", "idle")]
+                cells = [result["work"]["name"], name, *figures, f"{seen['hidden']:.0%}"]
+                lines.append("| " + " | ".join(cells) + " |")
+    if not lines:
+        return ""
+    head = [
+        "| work | variant | step, ms | computing | communicating | exposed | idle | hidden |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    return "\n".join([*head, *lines])
+
+
 def verdicts(results: list[dict[str, Any]]) -> str:
     """Which goals hold, as a Markdown table; empty where no work has one."""
     lines = []
@@ -99,7 +118,7 @@ def verdicts(results: list[dict[str, Any]]) -> str:
 def section(file: dict[str, Any]) -> str:
     """Everything about one file of ``compare``."""
     results = file["results"]
-    parts = [about(file["about"]), table(results), verdicts(results)]
+    parts = [about(file["about"]), table(results), hiding(results), verdicts(results)]
     return "\n\n".join(part for part in parts if part)
 
 

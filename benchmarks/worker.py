@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of one variant: takes commands as JSON lines, answers with JSON lines on a pipe of its own.
 
-Started by ``pool``; standard output and error go to the worker's log. Commands: build, run, count, close, quit.
+Started by ``pool``; standard output and error go to the worker's log. Commands: build, run, count, trace,
+close, quit.
 """
 
 from __future__ import annotations
@@ -75,14 +76,7 @@ class Worker:
 
     def run(self, warmup: int, steps: int) -> dict[str, Any]:
         """Warm up, then time ``steps`` steps that are each waited for, then as many that are not."""
-        ahead = warmup + 2 * steps
-        vocab = self.variants.models.SHAPES[self.work.model].vocab
-        data = [
-            self.variants.models.batches(
-                vocab, self.work.micro, self.work.length, self.work.accumulation, self.rank, self.steps + i, self.device
-            )
-            for i in range(ahead)
-        ]
+        data = [self.batch(self.steps + i) for i in range(warmup + 2 * steps)]
         for batch in data[:warmup]:
             self.step(batch)
         self.reset_peak()
@@ -112,16 +106,22 @@ class Worker:
         """Collectives, bytes and Python calls of one step each; on a CPU also the peak of its tensors."""
         from . import measure
 
-        vocab = self.variants.models.SHAPES[self.work.model].vocab
-        batch = self.variants.models.batches(
-            vocab, self.work.micro, self.work.length, self.work.accumulation, self.rank, 0, self.device
-        )
+        batch = self.batch(0)
         found = measure.count_collectives(lambda: self.step(batch))
         found["python_calls"] = measure.count_python_calls(lambda: self.step(batch))
         if self.device.type == "cpu":
             found["cpu_peak"] = measure.peak_on_cpu(lambda: self.step(batch))
         self.synchronize()
         return found
+
+    def trace(self, steps: int, folder: str | None) -> dict[str, Any]:
+        """Steps under the profiler: how much communication is hidden. Rank 0 leaves the trace in ``folder``."""
+        from . import overlap
+
+        batch = self.batch(0)
+        path = f"{folder}/{self.work.name}-{self.variant}.json.gz" if folder and self.rank == 0 else None
+        self.barrier()
+        return {"trace": overlap.trace(lambda: self.step(batch), steps, path)}
 
     def close(self) -> dict[str, Any]:
         """Drop the trainer; says how much device memory is left allocated."""
@@ -134,6 +134,12 @@ class Worker:
         return {"left": left}
 
     # -- help
+
+    def batch(self, step: int) -> Any:
+        """This rank's micro-batches of ``step``."""
+        work, models = self.work, self.variants.models
+        vocab = models.SHAPES[work.model].vocab
+        return models.batches(vocab, work.micro, work.length, work.accumulation, self.rank, step, self.device)
 
     def step(self, batch: Any) -> None:
         losses = self.trainer.step(batch)
