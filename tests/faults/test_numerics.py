@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed.errors import CollectiveTimeout
+from deepspeed.runtime.zero.core.param import ShardGroups
+from deepspeed.runtime.zero.core.scaling import OnHost, vote
+from deepspeed.runtime.zero.core.wire import Channel
 from tests.faults import numerics, scenarios
 from tests.faults.ranks import values
 from tests.harness import models, reference
@@ -114,10 +118,6 @@ def test_n8_live_parameters_stay_within_the_budget() -> None:
 
 def test_verdict_names_the_parameter_after_the_gradients_are_gone() -> None:
     """On CUDA the verdict is asked for a step later; by then the gradients are overwritten."""
-    from deepspeed.runtime.zero.core.param import ShardGroups
-    from deepspeed.runtime.zero.core.scaling import vote
-    from deepspeed.runtime.zero.core.wire import Channel
-
     groups = ShardGroups(Channel(None, 1, 0, (0,)))
     slices = [torch.ones(3), torch.tensor([1.0, -math.inf]), torch.tensor([math.nan])]
     verdict = vote(slices, ["a", "b", "c"], groups, torch.device("cpu"), 1.0, 0.0, True, 7)
@@ -126,6 +126,34 @@ def test_verdict_names_the_parameter_after_the_gradients_are_gone() -> None:
     assert not verdict.check()
     [found] = verdict.non_finite()
     assert (found.rank, found.param, found.kind) == (0, "b", "Inf")
+
+
+class Queued:
+    """A device that gets to the event after some looks at it."""
+
+    def __init__(self, looks: float) -> None:
+        self.looks = looks
+
+    def query(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+
+@pytest.mark.parametrize("looks", [0, 5])
+def test_a_flag_is_read_once_the_device_got_there(looks: int) -> None:
+    flag = OnHost(torch.tensor(3.0))
+    flag.arrived = Queued(looks)
+    assert flag.read(10.0) == 3.0 and flag.arrived.looks == -1
+
+
+def test_a_device_that_waits_for_a_lost_rank_is_not_waited_for_without_end() -> None:
+    """On NCCL the host runs ahead of a collective that hangs; where it waits for the device, it says what is wrong."""
+    channel = Channel(None, 1, 0, (0,))
+    verdict = vote([torch.ones(3)], ["a"], ShardGroups(channel), torch.device("cpu"), 1.0, 0.0, True, 7)
+    verdict.skip_on_host.arrived = Queued(math.inf)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CollectiveTimeout, match="a collective of step 7 failed"):
+        patch.setattr(Channel, "timeout", 0.05)
+        verdict.check()
 
 
 def test_a_vote_costs_one_small_exchange() -> None:

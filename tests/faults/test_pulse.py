@@ -96,18 +96,38 @@ def test_a_store_that_is_gone_only_makes_the_message_poorer(jobs: list[Job]) -> 
     assert "does not answer" in job.pulses[0].fail("gathering embed")
 
 
-def test_who_is_behind_is_said_before_the_timeout_ends_the_process(
-    jobs: list[Job], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(module.logger, "warning", said.append)
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    warnings: list[str] = []
+    monkeypatch.setattr(module.logger, "warning", warnings.append)
+    return warnings
+
+
+def test_who_is_behind_is_said_before_the_timeout_ends_the_process(jobs: list[Job], said: list[str]) -> None:
     job = Job(3, timeout=0.6)
     jobs.append(job)
     for rank in (0, 2):
         job.places[rank].mix(1)
-    time.sleep(1.2)
+    time.sleep(1.5)
     assert len(said) == 1 and said[0].startswith("rank 0 has issued no collective for ")
     assert "Rank 1 is alive but behind" in said[0]
+
+
+def test_who_is_dead_is_said_before_the_timeout_ends_the_process(jobs: list[Job], said: list[str]) -> None:
+    """A dead rank may have issued as many collectives as the rest: it is its silence that tells."""
+    job = Job(3, timeout=0.6)
+    jobs.append(job)
+    job.pulses[0].stop()
+    time.sleep(1.5)
+    assert len(said) == 1 and said[0].startswith("rank 1 has issued no collective for ")
+    assert "Rank 0 gave no sign of life" in said[0] and "behind" not in said[0]
+
+
+def test_nothing_is_said_while_every_rank_waits_alike(jobs: list[Job], said: list[str]) -> None:
+    """A long pause on the device, or between steps, is nobody's fault."""
+    jobs.append(Job(2, timeout=0.3))
+    time.sleep(1.2)
+    assert not said
 
 
 def test_a_pulse_ends_with_its_engine() -> None:

@@ -76,6 +76,8 @@ def _env(world: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        # torch's watchdog sleeps four times as long between a timeout and the end of the process; 15 s by default
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",
     }
 
 

@@ -5,7 +5,7 @@ A thread of each rank writes its rank's place (step, collectives issued) to a cl
 second. Training itself never touches the store. When a collective fails, the survivors read every place twice: a rank
 whose beat stands still is dead or its host is stuck; one that is alive and behind is stalled, or took another path.
 On NCCL the host may never hear of a failure before the watchdog ends the process; there the thread itself says who is
-behind once a wait has taken most of the timeout.
+missing once a wait has taken most of the timeout.
 
 What must hold: nothing here can make a run fail or wait. Every access is bounded, an unreachable store only makes the
 message poorer, and the thread ends with its engine or its process.
@@ -64,6 +64,7 @@ class Pulse:
         self.stopped = threading.Event()
         self._moved = (time.monotonic(), (-1, -1))
         self._told = (-1, -1)
+        self._noted: tuple[int, dict[int, Any]] | None = None
         self.beat()
         self.thread = threading.Thread(target=_run, args=(weakref.ref(self), self.stopped, self.interval), daemon=True)
         self.thread.name = f"deepspeed pulse {name}"
@@ -117,21 +118,27 @@ class Pulse:
         return True
 
     def _watch(self, at: tuple[int, int]) -> None:
-        """Say who is behind once this rank has stood still for most of the timeout in the midst of a step."""
+        """Say who is missing once this rank has stood still for most of the timeout in the midst of a step; of the
+        ranks that wait, the first says it."""
         now = time.monotonic()
         since, before = self._moved
         if at != before:
-            self._moved = (now, at)
+            self._moved, self._noted = (now, at), None
             return
         if now - since < LATE_AFTER * self.timeout or self._told == at or not at[1]:
             return
-        self._told = at
-        entries = self._read()
-        behind = {rank for rank, entry in entries.items() if tuple(entry["at"]) < at}
-        ahead = [rank for rank in entries if rank not in behind]
-        if behind and ahead and ahead[0] == self.rank:
+        if self._noted is None:
+            self._noted = (self.beats, self._read())
+            return
+        beats, first = self._noted
+        if self.beats - beats < 2:
+            return
+        self._told, second = at, self._read()
+        silent = self._silent(first, second)
+        waiting = [rank for rank, entry in second.items() if rank not in silent and tuple(entry["at"]) >= at]
+        if len(waiting) < self.size and waiting and waiting[0] == self.rank:
             logger.warning(
-                f"rank {self.rank} has issued no collective for {now - since:.0f} s. {self._behind(entries, at)}"
+                f"rank {self.rank} has issued no collective for {now - since:.0f} s. {self._judge(first, second)}"
             )
 
     # -- what is read after a failure
@@ -159,11 +166,7 @@ class Pulse:
         place = self.place()
         at = (place.step, place.issued) if place is not None else (0, 0)
         absent = [rank for rank in range(self.size) if rank not in second]
-        silent = [
-            rank
-            for rank, entry in second.items()
-            if rank in first and first[rank]["beat"] == entry["beat"] and rank != self.rank and not entry["failed"]
-        ]
+        silent = self._silent(first, second)
         parts = []
         if absent:
             parts.append(f"{_ranks(absent)} did not come here.")
@@ -182,6 +185,14 @@ class Pulse:
         if not parts:
             parts.append("Every rank is alive and has issued as many collectives: another path, or the network.")
         return " ".join(parts)
+
+    def _silent(self, first: dict[int, Any], second: dict[int, Any]) -> list[int]:
+        """Ranks whose beat stood still between two readings, although they reported no failure."""
+        return [
+            rank
+            for rank, entry in second.items()
+            if rank in first and first[rank]["beat"] == entry["beat"] and rank != self.rank and not entry["failed"]
+        ]
 
     def _behind(self, entries: dict[int, Any], at: tuple[int, int]) -> str:
         found = [(tuple(entry["at"]), rank) for rank, entry in entries.items() if tuple(entry["at"]) < at]

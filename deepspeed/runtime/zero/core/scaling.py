@@ -12,6 +12,7 @@ finite, which collectives were issued) is kept in the verdict and looked at only
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +26,8 @@ EPSILON = 1e-6
 SQUARE, PRINT, BAD = 0, 1, 2
 """Columns of a rank's row: squared norm, fingerprint of its collectives, its first non-finite parameter."""
 NO_BAD = float(1 << 40)
+LOOK = 2e-5
+"""Seconds between two looks at the device."""
 LOG_WAIT = 5.0
 """Seconds that a rank waits for another's log of collectives, once a mismatch was found."""
 
@@ -54,10 +57,18 @@ class OnHost:
             self.value.copy_(value, non_blocking=True)
             self.arrived = torch.cuda.current_stream(value.device).record_event()
 
-    def read(self) -> float:
-        """The value."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
+    def read(self, timeout: float = float("inf")) -> float:
+        """The value.
+
+        Raises:
+            TimeoutError: it did not come within ``timeout`` seconds: the device waits for something.
+        """
+        if self.arrived is not None and not self.arrived.query():
+            end = time.monotonic() + timeout
+            while not self.arrived.query():
+                if time.monotonic() > end:
+                    raise TimeoutError(f"the device did not get there within {timeout:.0f} s")
+                time.sleep(LOOK)
         return float(self.value)
 
 
@@ -99,8 +110,13 @@ class Verdict:
 
         Raises:
             CollectiveMismatch: ranks issued different collectives since the last step.
+            CollectiveTimeout: the device still waits for another rank.
         """
-        if not self.skip_on_host.read():
+        try:
+            skipped = self.skip_on_host.read(self.groups.primary.timeout or float("inf"))
+        except TimeoutError as error:
+            raise self.groups.lost(f"a collective of step {self.step}", error) from error
+        if not skipped:
             return True
         prints = self.rows[:, PRINT].tolist()
         if len(set(prints)) > 1:
