@@ -80,7 +80,7 @@ class Comparison:
             if self.options.trace and self.setting.device == "cuda" and variant not in failed:
                 arguments = {"steps": TRACED, "folder": str(self.options.out.resolve())}
                 traced = self._ask(variant, work, failed, "trace", self.options.run_limit, arguments)
-                rows[variant].update(traced[0] if traced else {})
+                rows[variant].update(report.mean_trace(traced) if traced else {})
         for variant in order:
             if variant not in failed:
                 answer = self._ask(variant, work, failed, "close", 60)

@@ -47,6 +47,13 @@ def mean_losses(ranks: list[dict[str, Any]]) -> list[float]:
     return [statistics.fmean(x for losses in step for x in losses) for step in per_step]
 
 
+def mean_trace(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """``trace``: figures of ``overlap.trace``, means over ranks, and rank 0's kernels; ``comm_ms`` of each rank."""
+    traces = [rank["trace"] for rank in ranks]
+    figures = {key: statistics.fmean(t[key] for t in traces) for key, v in traces[0].items() if isinstance(v, float)}
+    return {"trace": {**traces[0], **figures}, "comm_ms": [t["comm"] for t in traces]}
+
+
 def disagreement(losses: dict[str, list[float]], dtype: str, steps: int = 5) -> list[str]:
     """What is wrong with the losses of the variants: one line for each that leaves the rest. ``single`` trains on one
     rank's data and is left out."""

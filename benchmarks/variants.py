@@ -184,12 +184,13 @@ class SingleTrainer:
 CHANGES: dict[str, dict[str, Any]] = {
     "ours": {},
     "ours-keep": {"stage3_max_reuse_distance": 1e9},
+    "ours-ahead1": {"stage3_prefetch_bucket_size": 25_000_000},
     "ours-fp32master": {"split_master_weights": False},
     "upstream": {},
 }
 """What each DeepSpeed variant changes in the section ``zero_optimization``."""
 
-NAMES = ("ours", "ours-keep", "ours-fp32master", "fsdp2", "fsdp2-fp32reduce", "upstream", "single")
+NAMES = ("ours", "ours-keep", "ours-ahead1", "ours-fp32master", "fsdp2", "fsdp2-fp32reduce", "upstream", "single")
 
 
 def isolate(variant: str, root: Path) -> None:

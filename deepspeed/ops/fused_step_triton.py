@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +33,7 @@ def _adam(
     corrections_ptr,
     lr,
     weight_decay,
+    decay_rest,
     beta1,
     rest1,
     beta2,
@@ -66,7 +68,7 @@ def _adam(
     if DECOUPLED:
         weight = weight * (1.0 - lr * weight_decay)
     else:
-        grad = grad + weight_decay * weight
+        grad = (grad + weight_decay * weight) + decay_rest * weight  # where they cancel, each bit of the decay counts
     first = beta1 * first + rest1 * grad
     second = beta2 * second + rest2 * grad * grad
     weight = weight - rate * first / (tl.sqrt(second) / root + eps)
@@ -107,6 +109,7 @@ def _launch(work: Shard, scale: torch.Tensor, skip: torch.Tensor, corrections: t
     master, shard = work.master, work.shard
     if work.low is not None and shard is not None:
         shard, master = shard.view(torch.int16), work.low
+    decay = ctypes.c_float(options.weight_decay).value  # as the kernel gets it; torch's computes with doubles
     _adam[(triton.cdiv(numel, BLOCK),)](
         work.grad,
         work.exp_avg,
@@ -117,7 +120,8 @@ def _launch(work: Shard, scale: torch.Tensor, skip: torch.Tensor, corrections: t
         skip,
         corrections,
         float(options.lr),
-        float(options.weight_decay),
+        decay,
+        options.weight_decay - decay,
         float(options.beta1),
         1.0 - options.beta1,
         float(options.beta2),
