@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed.utils import safe_set_local_fp32_param
 from tests.dist.support import full_params
 from tests.gpu import place
 from tests.gpu.train import Case, engine_of, on_host, run_cases, worst
@@ -124,11 +125,13 @@ def _where_states_are(zero: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
     engine.step()
     params = list(engine.optimizer.sharded.params.values())
     moments = [t for state in engine.optimizer.state.values() for t in state.values() if torch.is_tensor(t) and t.dim()]
+    masters = engine.optimizer.fp32_partitioned_groups_flat
     found = {
         "shards": {p.shard.device.type for p in params},
         "shards_pinned": all(p.shard.is_pinned() for p in params if p.shard.numel()),
         "moments": {t.device.type for t in moments},
-        "masters": {t.device.type for t in engine.optimizer.fp32_partitioned_groups_flat},
+        "masters": {t.device.type for t in masters},
+        "masters_pinned": all(t.is_pinned() for t in masters if t.numel()),
     }
     engine.destroy()
     return found
@@ -139,7 +142,32 @@ def _where_states_are(zero: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
 def test_offloaded_states_live_in_pinned_memory() -> None:
     for found in place.launch(_where_states_are, 2, (("offload_optimizer", OFFLOAD), ("offload_param", OFFLOAD))):
         assert found["shards"] == found["moments"] == found["masters"] == {"cpu"}, found
-        assert found["shards_pinned"], found
+        assert found["shards_pinned"] and found["masters_pinned"], found
+
+
+def _write_behind_a_forward() -> list[float]:
+    """Losses of one batch: before new weights, of a forward that the device has not begun when they come, after."""
+    place.exact()
+    engine = engine_of(Case(dtype="bf16", zero=(("offload_optimizer", OFFLOAD), ("offload_param", OFFLOAD))))
+    batch = place.batches()(999, 0)
+    zeros = {param: torch.zeros(param.partition_numel()) for param in engine.module.parameters()}
+    engine.eval()
+    with torch.no_grad():
+        losses = [engine(*batch)]
+        place.synchronize()
+        place.pause(0.3)
+        losses.append(engine(*batch))
+        for param, value in zeros.items():
+            safe_set_local_fp32_param(param, value)
+        losses.append(engine(*batch))
+    engine.destroy()
+    return [float(loss) for loss in losses]
+
+
+@place.needs(2)
+def test_weights_written_on_the_host_do_not_reach_a_forward_that_was_queued_before() -> None:
+    for before, queued, after in place.launch(_write_behind_a_forward, 2):
+        assert queued == before != after
 
 
 def _offload_between_steps() -> dict[str, Any]:

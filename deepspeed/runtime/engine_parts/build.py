@@ -15,6 +15,7 @@ from deepspeed.runtime.fp16.loss_scaler import create_loss_scaler
 from deepspeed.runtime.optimizers import build_optimizer
 from deepspeed.runtime.zero import checks
 from deepspeed.runtime.zero.checks import Agreement
+from deepspeed.runtime.zero.core import host
 from deepspeed.runtime.zero.core.fetch import FetchLimits
 from deepspeed.runtime.zero.core.grads import GradShards
 from deepspeed.runtime.zero.core.master import MasterWeights
@@ -77,6 +78,9 @@ def build_optimizer_and_shards(
         master_device,
         plan.shard_device,
         shards,
+        plan.pin_shards,
+        # the low halves of split masters stay with the shards and never cross
+        zero.pins_optimizer and host.can_pin(plan.device) and not zero.split_master_weights,
     )
     optimizer = _torch_optimizer(client_optimizer, config, master, master_device, offload)
     master.attach(optimizer, zero.split_master_weights)
@@ -125,6 +129,7 @@ def _plan(config: DeepSpeedConfig) -> ShardingPlan:
         limits=FetchLimits(zero.max_live_parameters, zero.prefetch_bucket_size, zero.max_reuse_distance),
         persistence_threshold=zero.param_persistence_threshold,
         model_persistence_threshold=zero.model_persistence_threshold,
+        pin_shards=zero.pins_params and host.can_pin(device),
     )
 
 

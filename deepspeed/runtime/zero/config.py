@@ -183,6 +183,18 @@ class DeepSpeedZeroConfig(ConfigSection):
         return self.offload_param.device if self.offload_param is not None else OffloadDeviceEnum.none
 
     @property
+    def pins_params(self) -> bool:
+        """Whether parameter shards are on the host and to be page-locked."""
+        section = self.offload_param
+        return section is not None and section.device is OffloadDeviceEnum.cpu and section.pin_memory
+
+    @property
+    def pins_optimizer(self) -> bool:
+        """Whether master weights are on the host and to be page-locked."""
+        section = self.offload_optimizer
+        return section is not None and section.device is OffloadDeviceEnum.cpu and section.pin_memory
+
+    @property
     def optimizer_device(self) -> OffloadDeviceEnum:
         """Where master weights and optimizer states live."""
         return self.offload_optimizer.device if self.offload_optimizer is not None else OffloadDeviceEnum.none

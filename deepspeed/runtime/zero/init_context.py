@@ -24,7 +24,7 @@ from deepspeed.utils.logging import warning_once
 
 from . import checks
 from .checks import Agreement
-from .core import fetch
+from .core import fetch, host
 from .core.convert import shard_parameter
 from .core.param import ShardedParam, ShardGroups
 from .core.parameter import ZeroParameter, sharded_of
@@ -132,7 +132,8 @@ class Init:
     Args:
         module: an existing module to shard at once.
         data_parallel_group: ranks to shard over (default: all); ``zero_param_parallel_group``: ranks of one hpZ group.
-        remote_device: "cpu" keeps shards in host memory; ``pin_memory`` page-locks them.
+        remote_device: "cpu" keeps shards in host memory; ``pin_memory``, or the configuration's
+            ``offload_param.pin_memory``, page-locks them where the accelerator can.
         config_dict_or_path: a configuration, as for ``deepspeed.initialize``; ``config`` is its older name.
         enabled: False makes the context do nothing.
         dtype: dtype of new floating-point tensors (default: the configuration's; without one, half precision where the
@@ -190,7 +191,10 @@ class Init:
             self.dtype = dtype or (settings.param_dtype if settings is not None else _default_dtype())
             self.tensor_overrides = tuple(tensor_overrides)
             self.device = current_device()
-            offload = remote_device == "cpu" or (zero is not None and zero.param_device.value == "cpu")
+            configured = zero is not None and zero.param_device.value == "cpu"
+            offload = remote_device == "cpu" or configured
+            wanted = pin_memory or (zero is not None and zero.pins_params)
+            self.pin = offload and wanted and host.can_pin(self.device)
             self.shard_device = torch.device("cpu") if offload else self.device
             group = data_parallel_group or sequence_data_parallel_group
             if group is None and mpu is not None and hasattr(mpu, "get_data_parallel_group"):
@@ -250,7 +254,7 @@ class Init:
             if not isinstance(param, nn.Parameter):
                 raise UsageError(f"zero.Init: {type(module).__name__}.{name} is not an nn.Parameter")
             dtype = self.dtype if "dtype" in self.tensor_overrides else None
-            sharded = shard_parameter(param, self.groups, self.device, self.shard_device, dtype)
+            sharded = shard_parameter(param, self.groups, self.device, self.shard_device, dtype, pin=self.pin)
             sharded.name = f"{type(module).__name__}.{name}"
 
     # -- the write path of every change from outside the optimizer (hpZ promise H3)

@@ -48,7 +48,11 @@ class DeepSpeedZeroOffloadParamConfig(ConfigSection):
     buffer_count: PositiveInt = inert(5, why=_NVME_ONLY)
     buffer_size: PositiveInt = inert(100_000_000, why=_NVME_ONLY)
     max_in_cpu: NonNegativeInt = inert(1_000_000_000, why=_NVME_ONLY)
-    pin_memory: bool = acted(True, by="zero core (offload)", doc="page-lock the shards where the accelerator can")
+    pin_memory: bool = acted(
+        True,
+        by="zero core (offload)",
+        doc="page-lock the shards where the accelerator can; torch rounds each allocation up to a power of two",
+    )
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(ConfigSection):
@@ -57,7 +61,12 @@ class DeepSpeedZeroOffloadOptimizerConfig(ConfigSection):
     device: Device = acted(OffloadDeviceEnum.none, by="zero core (master), optimizer choice", doc="none or cpu")
     nvme_path: str | None = inert(None, why=_NVME_ONLY)
     buffer_count: PositiveInt = inert(4, why=_NVME_ONLY)
-    pin_memory: bool = acted(True, by="zero core (offload)", doc="page-lock the states where the accelerator can")
+    pin_memory: bool = acted(
+        True,
+        by="zero core (offload)",
+        doc="page-lock the master weights where the accelerator can, not the moments, which never leave the host; "
+        "torch rounds each allocation up to a power of two",
+    )
     pipeline_read: bool = inert(False, why=_NVME_ONLY)
     pipeline_write: bool = inert(False, why=_NVME_ONLY)
     fast_init: bool = inert(False, why=_NVME_ONLY)

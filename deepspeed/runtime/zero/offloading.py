@@ -52,7 +52,8 @@ def offload_states(
     pin = pin_memory and plan.device.type == "cuda"
     for kind in wanted:
         for tensor in _tensors(optimizer, kind):
-            _to_host(tensor, pin, non_blocking)
+            if tensor.device.type == plan.device.type:
+                _to_host(tensor, pin, non_blocking)
     _renew_views(optimizer, wanted)
     if Kinds.contiguous_grad_buffer in wanted and not optimizer.grads.has_gradients:
         optimizer.grad_shards.free()

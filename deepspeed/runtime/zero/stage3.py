@@ -107,6 +107,7 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
         """This rank's fp32 master shards: one 1-D tensor per sub-group; copies where masters are split."""
+        self._before_write()
         return [sub.fp32() for sub in self.master.sub_groups]
 
     @property
@@ -117,12 +118,19 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
     @property
     def fp16_partitioned_groups(self) -> list[list[torch.Tensor]]:
         """Primary shards per sub-group."""
+        self._before_write()
         return [[p.shard for p in sub.params] for sub in self.master.sub_groups]
 
     @property
     def fp16_partitioned_groups_flat(self) -> list[torch.Tensor | None]:
         """Primary shards of each sub-group as one 1-D tensor, or None where dtypes differ."""
+        self._before_write()
         return [sub.shards for sub in self.master.sub_groups]
+
+    def _before_write(self) -> None:
+        """Shards are handed out, and may be written by whoever gets them."""
+        for sub in self.master.sub_groups:
+            sub.before_write()
 
     @property
     def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
@@ -185,7 +193,7 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
         )
         self._pending = True
         try:
-            on_device = self.master.device_scaled and self.sharded.plan.device.type != "cpu"
+            on_device = self.master.device_scaled and self.master.master_device.type != "cpu"
             if self.dtype is torch.float16 or not on_device:
                 self.resolve()
             if self._pending or not self._skipped:

@@ -16,6 +16,7 @@ from torch import nn
 from deepspeed.checkpoint.state import SubGroupState, Zero3State
 from deepspeed.errors import CheckpointMismatch
 
+from .core import host
 from .core.master import MasterWeights
 from .core.model import ShardedModel
 from .core.param import ShardedParam
@@ -94,6 +95,7 @@ def import_model_state(model: ShardedModel, state: Zero3State) -> None:
     """Copy shards listed as frozen, and buffers, into the model."""
     for name, (_, shard) in state.frozen.items():
         p = model.params[name]
+        host.before_write((p,))
         p.shard.copy_(shard)
         p.wrote_primary()
     live = persistent_buffers(model.module)

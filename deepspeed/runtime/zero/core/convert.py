@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from . import layout, wire
+from . import host, layout, wire
 from .param import ShardedParam, ShardGroups
 from .parameter import ReleasedZeroParameter, ZeroParameter, classes_for
 from .unit import ShardedUnit, conceal_param
@@ -24,6 +24,7 @@ def shard_parameter(
     shard_device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     broadcast: bool = True,
+    pin: bool = False,
 ) -> ShardedParam:
     """Shard ``param`` in place over ``groups``; its weights are those of rank 0. Collective.
 
@@ -33,6 +34,7 @@ def shard_parameter(
     Args:
         device: where full weights live (default: where they are now); ``shard_device``: where the shard lives.
         dtype: dtype of shard and gathered weights for floating-point parameters (default: kept).
+        pin: page-lock the shard, which lives on the host.
     """
     device = device if device is not None else param.device
     if dtype is None or not param.dtype.is_floating_point:
@@ -40,7 +42,7 @@ def shard_parameter(
     shape, numel = param.shape, param.numel()
     size = layout.shard_numel(numel, groups.primary.size)
     start, end = layout.valid_span(numel, size, groups.primary.rank)
-    shard = torch.zeros(size, dtype=dtype, device=shard_device if shard_device is not None else device)
+    shard = host.zeros(size, dtype, shard_device if shard_device is not None else device, pin)
     for low, piece in _pieces(param.data, BROADCAST_CHUNK):
         high = low + piece.numel()
         piece = piece.to(device=device, dtype=dtype)

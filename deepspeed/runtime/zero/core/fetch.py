@@ -20,7 +20,7 @@ import torch
 from deepspeed.errors import CollectiveTimeout
 from deepspeed.utils.logging import logger
 
-from . import wire
+from . import host, wire
 from .param import Checks, ShardedParam, ZeroParamStatus
 from .trace import Trace, reuse_distances
 from .unit import Ledger, ShardedUnit, conceal_param, expose_param
@@ -86,7 +86,7 @@ def _issue(
             return
         unit.incoming = list(stale)
     if ins[0].device != unit.device:  # parameters offloaded to the host
-        ins = [shard.to(unit.device, non_blocking=True) for shard in ins]
+        ins = host.send(stale, unit.device)
     traffic = groups.traffic
     received = sum([out.nbytes for out in outs]) - sum([shard.nbytes for shard in ins])
     if groups.aliased:
@@ -129,7 +129,7 @@ def _issue_hpz(
     unit.incoming = across
     if across:
         outs = [p.full for p in across if p.full is not None]
-        ins = [p.shard.to(unit.device, non_blocking=True) for p in across]
+        ins = host.send(across, unit.device)
         traffic.gathers_across += 1
         traffic.gather_bytes_across += sum([t.nbytes for t in outs]) - sum([t.nbytes for t in ins])
         traffic.place.mix(unit.index)
@@ -265,7 +265,7 @@ def write_primary(p: ShardedParam, full: torch.Tensor) -> None:
     if p.edits is not None:
         p.edits.before_edit(p, piece)
     if piece.numel() and not (p.unit.aliased and piece.data_ptr() == p.shard.data_ptr()):
-        p.shard[: piece.numel()].copy_(piece)
+        p.write_shard(piece)
     p.wrote_primary()
     if p.edits is not None:
         p.edits.accept_edit(p)

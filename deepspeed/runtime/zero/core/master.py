@@ -12,7 +12,7 @@ import torch
 
 from deepspeed.errors import ConfigError
 
-from . import layout, stepping
+from . import host, layout, stepping
 from .grads import GradShards
 from .param import ShardedParam
 from .scaling import Verdict
@@ -26,6 +26,7 @@ class MasterWeights:
         groups: optimizer groups as (sharded parameters, hyper-parameters without ``params``), in order; empty groups
             keep their place.
         sub_group_size: elements of shards after which a new sub-group starts.
+        pin_shards, pin_masters: page-lock them; they live on the host.
     """
 
     def __init__(
@@ -36,6 +37,8 @@ class MasterWeights:
         master_device: torch.device,
         shard_device: torch.device,
         grads: GradShards,
+        pin_shards: bool = False,
+        pin_masters: bool = False,
     ) -> None:
         self.device, self.master_device, self.grads = device, master_device, grads
         self.sub_groups: list[SubGroup] = []
@@ -44,7 +47,10 @@ class MasterWeights:
         for group_index, (params, _) in enumerate(groups):
             for positions in layout.pack_sub_groups([p.shard.numel() for p in params], sub_group_size):
                 chosen = [params[i] for i in positions]
-                sub = SubGroup(len(self.sub_groups), group_index, chosen, shard_device, master_device)
+                index = len(self.sub_groups)
+                sub = SubGroup(index, group_index, chosen, shard_device, master_device, pin_shards, pin_masters)
+                if shard_device != device:
+                    host.release_unused(device)  # the shards that `zero.Init` page-locked one by one
                 self.sub_groups.append(sub)
                 grads.add_sub_group(chosen)
                 for position, p in enumerate(chosen):
@@ -101,6 +107,7 @@ class MasterWeights:
             group["params"] = []
         for sub in self.sub_groups:
             sub.free()
+        host.release_unused(self.device)
         for p in self.places:
             p.edits = None
         self.places.clear()
@@ -170,6 +177,7 @@ class MasterWeights:
     def step(self, verdict: Verdict) -> None:
         """Step every sub-group unless the verdict says skip, and write the shards."""
         for sub in self.sub_groups:
+            sub.before_write()
             sub.readopt_shards()
         if not self.device_scaled and not verdict.check():
             return

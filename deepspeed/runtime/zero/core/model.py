@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from . import host
 from .convert import shard_parameter
 from .fetch import Fetcher, FetchLimits
 from .grads import GradReducer, GradShards
@@ -25,6 +26,7 @@ class ShardingPlan:
 
     Attributes:
         device: where full weights live; ``shard_device``: where shards live (the host under parameter offload).
+        pin_shards: page-lock the shards, which live on the host.
         dtype: dtype of floating-point parameters, or None to keep each one's.
         persistence_threshold, model_persistence_threshold: parameters with at most so many elements stay gathered, up
             to so many in total (``stage3_param_persistence_threshold``, ``stage3_model_persistence_threshold``).
@@ -37,6 +39,7 @@ class ShardingPlan:
     limits: FetchLimits
     persistence_threshold: int
     model_persistence_threshold: int
+    pin_shards: bool = False
 
 
 class ShardedModel:
@@ -83,6 +86,10 @@ class ShardedModel:
     ) -> GradReducer | None:
         """Cut the model into units and install the hooks; returns what reduces gradients, if any are wanted."""
         plan = self.plan
+        if plan.pin_shards:
+            for sharded in self.params.values():
+                if sharded.edits is None:  # shards that are trained lie in flat tensors, which are page-locked
+                    sharded.shard = host.pinned(sharded.shard)
         bound = unit_bound(plan.limits.max_live, plan.limits.prefetch)
         places = find_places(self.module, bound, numel_of, is_leaf)
         units: list[ShardedUnit] = []

@@ -19,7 +19,7 @@ import torch
 
 from deepspeed.errors import CollectiveTimeout
 
-from . import layout
+from . import host, layout
 from .pulse import Pulse
 from .wire import Channel
 
@@ -181,6 +181,7 @@ class ShardedParam:
         shard: 1-D primary shard, ``ceil(numel / world)`` elements, padding zero.
         secondary: 1-D hpZ shard, ``world * shard / P`` elements, or None before it is first needed.
         version, full_version, secondary_version: the version of the primary and of the weights in each copy.
+        reading: follows the newest copy of a shard on the host to the device, until that was waited for (``host.py``).
     """
 
     __slots__ = (
@@ -199,6 +200,7 @@ class ShardedParam:
         "param",
         "persistent",
         "pins",
+        "reading",
         "released_class",
         "secondary",
         "secondary_source",
@@ -245,6 +247,7 @@ class ShardedParam:
         self.external = False
         self.leaf = False
         self.pins = 0
+        self.reading: host.Event | None = None
         self.grad_is_ready = True
 
     @property
@@ -256,6 +259,11 @@ class ShardedParam:
         """This rank's unpadded slice of a full tensor (any shape with ``numel`` elements): a 1-D view."""
         start, end = layout.valid_span(self.numel, self.shard.numel(), self.groups.primary.rank)
         return full.reshape(-1)[start:end]
+
+    def write_shard(self, piece: torch.Tensor) -> None:
+        """Copy ``piece`` to the start of the shard; the caller says ``wrote_primary``."""
+        host.before_write((self,))
+        self.shard[: piece.numel()].copy_(piece)
 
     def wrote_primary(self) -> None:
         """The primary shard holds new weights: every other copy is old from now on."""

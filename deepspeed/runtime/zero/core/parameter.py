@@ -19,7 +19,7 @@ from torch import nn
 
 from deepspeed.errors import UsageError
 
-from . import fetch
+from . import fetch, host
 from .param import ShardedParam, ZeroParamStatus, ZeroParamType
 
 _PASS = frozenset(
@@ -84,7 +84,9 @@ class ZeroParameter(nn.Parameter):
 
         Carries ``ds_numel`` (its elements), ``status`` and ``final_location`` (None: it is where it says).
         """
-        shard: Any = self._sharded.shard
+        sharded = self._sharded
+        host.before_write((sharded,))  # whoever gets it may write it
+        shard: Any = sharded.shard
         if not hasattr(shard, "ds_numel"):
             shard.ds_numel, shard.status, shard.final_location = shard.numel(), ZeroParamStatus.AVAILABLE, None
         return shard  # type: ignore[no-any-return]

@@ -12,22 +12,19 @@ finite, which collectives were issued) is kept in the verdict and looked at only
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import dataclass, field
 
 import torch
 
 from deepspeed.errors import CollectiveMismatch
 
-from . import wire
+from . import host, wire
 from .param import PLACE_LOG, ShardGroups
 
 EPSILON = 1e-6
 SQUARE, PRINT, BAD = 0, 1, 2
 """Columns of a rank's row: squared norm, fingerprint of its collectives, its first non-finite parameter."""
 NO_BAD = float(1 << 40)
-LOOK = 2e-5
-"""Seconds between two looks at the device."""
 LOG_WAIT = 5.0
 """Seconds that a rank waits for another's log of collectives, once a mismatch was found."""
 
@@ -63,12 +60,8 @@ class OnHost:
         Raises:
             TimeoutError: it did not come within ``timeout`` seconds: the device waits for something.
         """
-        if self.arrived is not None and not self.arrived.query():
-            end = time.monotonic() + timeout
-            while not self.arrived.query():
-                if time.monotonic() > end:
-                    raise TimeoutError(f"the device did not get there within {timeout:.0f} s")
-                time.sleep(LOOK)
+        if self.arrived is not None:
+            host.wait(self.arrived, timeout)
         return float(self.value)
 
 

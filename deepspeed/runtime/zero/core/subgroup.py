@@ -14,6 +14,7 @@ import torch
 
 from deepspeed.ops import fused_step
 
+from . import host
 from .param import ShardedParam
 
 
@@ -32,18 +33,22 @@ class SubGroup:
         params: list[ShardedParam],
         device: torch.device,
         master_device: torch.device,
+        pin_shards: bool = False,
+        pin_masters: bool = False,
     ) -> None:
         self.index, self.group_index, self.params = index, group_index, params
         self.sizes = [p.shard.numel() for p in params]
         self.numel = sum(self.sizes)
         dtypes = {p.dtype for p in params}
         self.shards: torch.Tensor | None = None
+        one = device == master_device and dtypes == {torch.float32}  # the master is the shard
+        self.pin_shards, self.pin_masters = pin_shards or (pin_masters and one), pin_masters
         if len(dtypes) == 1:
-            self.shards = torch.empty(self.numel, dtype=dtypes.pop(), device=device)
-        if self.shards is not None and self.shards.dtype == torch.float32 and device == master_device:
+            self.shards = host.empty(self.numel, dtypes.pop(), device, self.pin_shards)
+        if one and self.shards is not None:
             self.master = self.shards
         else:
-            self.master = torch.empty(self.numel, dtype=torch.float32, device=master_device)
+            self.master = host.empty(self.numel, torch.float32, master_device, pin_masters)
         self.low: torch.Tensor | None = None
         self.masters = list(self.master.split(self.sizes))
         self._adopt()
@@ -61,6 +66,8 @@ class SubGroup:
             if piece is not None:
                 piece.copy_(p.shard)
                 p.shard = piece
+            elif self.pin_shards:
+                p.shard = host.pinned(p.shard)
 
     # -- layouts
 
@@ -99,8 +106,14 @@ class SubGroup:
         start = sum(self.sizes[:position])
         return self.low[start : start + self.sizes[position]]
 
+    def before_write(self) -> None:
+        """Call before masters or shards are written: no queued copy to the device may read them any more."""
+        if self.shards is None or self.shards.is_cpu:
+            host.before_write(self.params)
+
     def write(self, values: torch.Tensor) -> None:
         """Set masters and shards from fp32 ``values`` (numel, any device), as a new version."""
+        self.before_write()
         if self.low is not None:
             assert self.shards is not None
             for start in range(0, self.numel, fused_step.SLICE):
@@ -114,6 +127,7 @@ class SubGroup:
     def write_of(self, position: int, values: torch.Tensor) -> None:
         """Set the first elements of one parameter's master and shard from fp32 ``values``."""
         p, n = self.params[position], values.numel()
+        host.before_write((p,))
         if self.low is not None:
             fused_step.split(values.to(self.low.device, torch.float32), p.shard[:n], self.low_of(position)[:n])
         else:
