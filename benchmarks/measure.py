@@ -27,7 +27,7 @@ def _nbytes(value: Any) -> int:
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts the collectives issued inside, by kind, and the bytes that this rank receives."""
+    """Counts the collectives and messages issued inside, by kind, and the bytes that this rank receives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,6 +37,8 @@ class CollectiveCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             name = func._schema.name.split("::")[-1]
+            if name == "send":  # the other rank's message counts
+                return func(*args, **(kwargs or {}))
             kind, received = name.strip("_"), 0
             if name in _GATHERS:
                 kind, received = "all_gather", max(_nbytes(args[0]) - _nbytes(args[1]), 0)
@@ -44,6 +46,8 @@ class CollectiveCounter(TorchDispatchMode):
                 kind, received = "reduce_scatter", max(_nbytes(args[1]) - _nbytes(args[0]), 0)
             elif name in _REDUCES:
                 kind, received = "all_reduce", _nbytes(args[0])
+            elif name == "recv_":
+                kind, received = "message", _nbytes(args[0])
             elif name == "broadcast_":
                 kind, received = "broadcast", _nbytes(args[0])
             self.calls[kind] += 1

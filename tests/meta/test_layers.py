@@ -41,6 +41,7 @@ LAYER_OF = {
     "deepspeed.runtime.utils": "wire",
     "deepspeed.runtime.dataloader": "wire",
     "deepspeed.runtime.zero.core.wire": "wire",
+    "deepspeed.runtime.zero.core.direct": "wire",
     # core: sharded parameters, optimizers, the configuration they read
     "deepspeed.runtime.zero.core": "core",
     "deepspeed.runtime.zero.config": "core",

