@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import signal
 import sys
@@ -209,6 +210,7 @@ def _about(setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
     if setting.device == "cuda":
         about["gpu"] = torch.cuda.get_device_name(0)
         about["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        about["nccl_limits"] = {k: v for k, v in sorted(os.environ.items()) if k.startswith("NCCL_MAX_")}
     return about
 
 

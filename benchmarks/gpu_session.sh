@@ -7,6 +7,7 @@
 #   OUT       folder for the results (default runs/gpu): kernel.json, logs.txt, and per set of works its json, txt, png
 #   LIMIT     seconds for the whole session (default 570)
 #   WORKS     works or sets, each a run of benchmarks.compare (default: gpu2 gpu4)
+#   CTAS      multiprocessors that a collective of two ranks on one GPU may take (default 8), for every variant
 #   VARIANTS  default: ours,fsdp2,upstream, and fsdp2-fp32reduce and single with two ranks
 set -u
 cd "$(dirname "$0")/.." || exit 1
@@ -36,8 +37,9 @@ for works in ${WORKS:-gpu2 gpu4}; do
   [ -d .carry/upstream ] && variants=$variants,upstream
   channels=(NCCL_DEBUG=WARN)
   case $works in
-    4r* | gpu4) channels+=(NCCL_MAX_NCHANNELS=16 NCCL_MAX_CTAS=16) ;;
-    *) variants=$variants,fsdp2-fp32reduce,single ;;
+    4r* | gpu4) [ "$gpus" -lt 4 ] && channels+=(NCCL_MAX_NCHANNELS=16 NCCL_MAX_CTAS=16) ;;
+    # a collective that waits for the other rank must not hold the multiprocessors that this rank computes on
+    *) variants=$variants,fsdp2-fp32reduce,single; [ "$gpus" -lt 2 ] && channels+=(NCCL_MAX_CTAS=${CTAS:-8}) ;;
   esac
   timeout -k 5 "$left" env "${channels[@]}" python3 -m benchmarks.compare --device cuda --works "$works" \
     --variants "${VARIANTS:-$variants}" ${upstream[@]+"${upstream[@]}"} --out "$scratch/$works" \

@@ -33,8 +33,9 @@ COLUMNS = ("work", "variant", "step, ms", "±", "host, ms", "tokens/s", "peak Gi
 def about(found: dict[str, Any]) -> str:
     """One line on where and with what a file was measured."""
     gpus = f"{found['gpus']}x {found['gpu']}, NCCL {found['nccl']}" if found.get("gpu") else found["device"].upper()
+    limits = "".join(f", {key}={value}" for key, value in found.get("nccl_limits", {}).items())
     return (
-        f"{found['date']}, {gpus}, torch {found['torch']}, Python {found['python']}; medians of "
+        f"{found['date']}, {gpus}{limits}, torch {found['torch']}, Python {found['python']}; medians of "
         f"{found['rounds']} rounds of {found['steps']} steps, interleaved."
     )
 
