@@ -322,8 +322,9 @@ def load_state_dict_from_zero_checkpoint(
     return model
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Write whole fp32 weights out of a ZeRO-3 checkpoint.")
+def parser(description: str) -> argparse.ArgumentParser:
+    """The options of a command that writes whole weights."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("checkpoint_dir", help="folder that holds the tags, e.g. output/checkpoint-12")
     parser.add_argument("output_dir", help="folder to write into")
     parser.add_argument("--max_shard_size", default="5GB", help="largest output file, e.g. 5GB or 300MB")
@@ -336,7 +337,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; exit code 0, or 1 with the reason on stderr."""
-    args = _parser().parse_args(argv)
+    args = parser("Write whole fp32 weights out of a ZeRO-3 checkpoint.").parse_args(argv)
     try:
         convert_zero_checkpoint_to_fp32_state_dict(
             args.checkpoint_dir,

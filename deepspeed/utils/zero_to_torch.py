@@ -9,14 +9,13 @@ A save puts a copy of this file beside its tags; it needs the `deepspeed` packag
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 import torch
 
 from deepspeed.errors import DeepSpeedError
-from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_state_dict
+from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_state_dict, parser
 
 __all__ = ["convert_zero_checkpoint_to_state_dict", "main"]
 
@@ -25,15 +24,9 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; exit code 0, or 1 with the reason on stderr."""
-    parser = argparse.ArgumentParser(description="Write whole weights out of a ZeRO-3 checkpoint.")
-    parser.add_argument("checkpoint_dir", help="folder that holds the tags, e.g. output/checkpoint-12")
-    parser.add_argument("output_dir", help="folder to write into")
-    parser.add_argument("--dtype", choices=sorted(_DTYPES), default="fp32", help="dtype of floating-point tensors")
-    parser.add_argument("--max_shard_size", default="5GB", help="largest output file, e.g. 5GB or 300MB")
-    parser.add_argument("--safe_serialization", action="store_true", help="safetensors in place of torch files")
-    parser.add_argument("-t", "--tag", default=None, help="tag, e.g. global_step1; default: what 'latest' names")
-    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave frozen parameters out")
-    args = parser.parse_args(argv)
+    options = parser("Write whole weights out of a ZeRO-3 checkpoint.")
+    options.add_argument("--dtype", choices=sorted(_DTYPES), default="fp32", help="dtype of floating-point tensors")
+    args = options.parse_args(argv)
     try:
         convert_zero_checkpoint_to_state_dict(
             args.checkpoint_dir,

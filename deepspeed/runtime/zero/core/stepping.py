@@ -12,7 +12,7 @@ Three ways, fastest first; the optimizer's ``state`` has the layout of torch in 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -84,6 +84,17 @@ def _runs_fused(group: dict[str, Any]) -> bool:
     return bool(group.get("fused")) and not odd and all(isinstance(number, (int, float)) for number in numbers)
 
 
+class _Work(NamedTuple):
+    """One sub-group's step: its optimizer state, its gradients, and what all sub-groups share."""
+
+    sub: SubGroup
+    state: dict[str, Any]
+    parts: Parts
+    scale: torch.Tensor
+    skip: torch.Tensor
+    options: AdamStep
+
+
 class _Adam:
     """What both ways of running Adam here share: options, state, the step counts."""
 
@@ -107,21 +118,13 @@ class _Adam:
         divided = False
         for sub, state in zip(subs, states, strict=True):
             options = self._options(optimizer.param_groups[sub.group_index])
-            divided |= self._one(sub, state, grads.parts(sub.index), scale, skip, options)
+            divided |= self._one(_Work(sub, state, grads.parts(sub.index), scale, skip, options))
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look for
         for hook in optimizer._optimizer_step_post_hooks.values():
             hook(optimizer, (), {})
         return divided
 
-    def _one(
-        self,
-        sub: SubGroup,
-        state: dict[str, Any],
-        parts: Parts,
-        scale: torch.Tensor,
-        skip: torch.Tensor,
-        options: AdamStep,
-    ) -> bool:
+    def _one(self, work: _Work) -> bool:
         raise NotImplementedError
 
     def _options(self, group: dict[str, Any]) -> AdamStep:
@@ -144,21 +147,14 @@ class _Adam:
 class OnePass(_Adam):
     """Gradient as it is reduced, master (or its halves), moments and shard in one pass."""
 
-    def _one(
-        self,
-        sub: SubGroup,
-        state: dict[str, Any],
-        parts: Parts,
-        scale: torch.Tensor,
-        skip: torch.Tensor,
-        options: AdamStep,
-    ) -> bool:
+    def _one(self, work: _Work) -> bool:
+        sub, state, parts, scale, skip, options = work
         halves = sub.low is not None
         shards = sub.shards_beside_masters
         corrections = fused_step.bias_corrections(state["step"], options)
         for start, grad in parts:
             run = slice(start, start + grad.numel())
-            work = Shard(
+            shard = Shard(
                 grad.to(sub.master.device),
                 state["exp_avg"][run],
                 state["exp_avg_sq"][run],
@@ -167,7 +163,7 @@ class OnePass(_Adam):
                 sub.low[run] if sub.low is not None else None,
                 state["step"],
             )
-            fused_step.apply(work, scale, skip, options, corrections)
+            fused_step.apply(shard, scale, skip, options, corrections)
         if shards is None:
             sub.write_back()
         return False
@@ -179,15 +175,8 @@ class Sliced(_Adam):
     On a CPU it runs at the speed of memory (36 of 42 GB/s on one core), so there is no kernel of our own for it.
     """
 
-    def _one(
-        self,
-        sub: SubGroup,
-        state: dict[str, Any],
-        parts: Parts,
-        scale: torch.Tensor,
-        skip: torch.Tensor,
-        options: AdamStep,
-    ) -> bool:
+    def _one(self, work: _Work) -> bool:
+        sub, state, parts, scale, skip, options = work
         kernel = torch._fused_adamw_ if options.decoupled else torch._fused_adam_
         device, step = sub.master.device, state["step"]
         shards = sub.shards_beside_masters
