@@ -9,5 +9,8 @@ from __future__ import annotations
 
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from deepspeed.accelerator.real_accelerator import get_accelerator, is_current_accelerator_supported, set_accelerator
+from deepspeed.lazy import submodules
 
 __all__ = ["DeepSpeedAccelerator", "get_accelerator", "is_current_accelerator_supported", "set_accelerator"]
+
+__getattr__ = submodules(__name__)

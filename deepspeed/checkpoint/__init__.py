@@ -3,3 +3,9 @@
 
 Nothing is imported here, so that the converters start without the training engine.
 """
+
+from __future__ import annotations
+
+from deepspeed.lazy import submodules
+
+__getattr__ = submodules(__name__)

@@ -11,6 +11,8 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any
 
+from deepspeed.lazy import submodules
+
 if TYPE_CHECKING:
     from deepspeed.runtime.dataloader import RepeatingLoader as RepeatingLoader
     from deepspeed.utils import groups as groups
@@ -55,12 +57,13 @@ _HOME = {
 }
 
 __all__ = list(_HOME)
+_submodule = submodules(__name__)
 
 
 def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _submodule(name)
     if home == __name__:
         return importlib.import_module(f"{__name__}.{name}")
     value = getattr(importlib.import_module(home), name)

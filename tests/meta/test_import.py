@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from tests.meta.sources import ROOT
+from tests.meta.test_public_names import ELSEWHERE
 
 MOST_SECONDS = 3.0
 
@@ -25,6 +26,20 @@ def _python(code: str, cwd: Path, **env: str) -> str:
 def test_the_launcher_does_not_import_torch(tmp_path: Path) -> None:
     code = "import sys, deepspeed.launcher.runner; print(sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
     assert _python(code, tmp_path) == "[]"
+
+
+def test_submodules_are_attributes_after_a_plain_import(tmp_path: Path) -> None:
+    """Lightning's strategy reads `deepspeed.utils.logging` after `import deepspeed` alone, as other clients do."""
+    paths = [path for path in ELSEWHERE if path != "deepspeed.launcher.runner"]  # upstream does not load it either
+    code = f"""
+import operator, sys
+for path in {paths}:
+    for name in [name for name in sys.modules if name.split(".")[0] == "deepspeed"]:
+        del sys.modules[name]
+    import deepspeed
+    assert operator.attrgetter(path.removeprefix("deepspeed."))(deepspeed).__name__ == path, path
+print(hasattr(deepspeed.utils, "nothing"), hasattr(deepspeed.runtime, "nothing"))"""
+    assert _python(code, tmp_path) == "False False"
 
 
 def test_import_needs_no_compiler_and_little_time(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ LAYERS = ("pure", "wire", "core", "glue", "face")
 LAYER_OF = {
     # pure: the standard library and each other
     "deepspeed.errors": "pure",
+    "deepspeed.lazy": "pure",
     "deepspeed.version": "pure",
     "deepspeed.utils.logging": "pure",
     "deepspeed.comm.comms_logger": "pure",

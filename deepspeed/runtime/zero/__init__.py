@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from deepspeed.lazy import submodules
+
 if TYPE_CHECKING:
     from .partition_parameters import GatheredParameters as GatheredParameters
     from .partition_parameters import Init as Init
@@ -25,11 +27,12 @@ _HOME = {
 }
 
 __all__ = list(_HOME)
+_submodule = submodules(__name__)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _submodule(name)
     value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     globals()[name] = value
     return value
