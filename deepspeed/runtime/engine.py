@@ -127,7 +127,11 @@ class DeepSpeedEngine(CheckpointMixin, ConfigGetters, nn.Module):
         if self._config.fp16.enabled and self._config.fp16.auto_cast:
             inputs, kwargs = _cast((inputs, kwargs), torch.float16)
         with self.reporter.phase("forward"), self._autocast():
-            output = self.module(*inputs, **kwargs)
+            try:
+                output = self.module(*inputs, **kwargs)
+            except BaseException:
+                self.optimizer_model.hooks.abort_forward()
+                raise
         if self.counter.accumulation > 1 and torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
@@ -237,6 +241,11 @@ class DeepSpeedEngine(CheckpointMixin, ConfigGetters, nn.Module):
             raise UsageError(
                 f"{call} on an engine without an optimizer: pass optimizer=, or an 'optimizer' section in the config, "
                 "to deepspeed.initialize"
+            )
+        if self.optimizer_model.hooks.superseded:
+            raise UsageError(
+                f"{call} on an engine whose module was given to another deepspeed.initialize since; use the engine that "
+                "it returned"
             )
 
     # -- accumulation and counters

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
+from deepspeed.errors import UsageError
 from tests.dist.support import assert_tensors, full_params, initialize, settings, train
 from tests.harness import models, reference
 from tests.harness.pool import run_ranks
@@ -71,6 +72,50 @@ def rebuilt(hpz: int) -> list[float]:
 def test_a_module_in_a_second_engine() -> None:
     wanted = reference.train(models.uneven, models.batch, 4, 4, optimizer_fn=reference.sgd)
     for rank, losses in enumerate(run_ranks(rebuilt, 4, 2)):
+        assert losses == pytest.approx([step[rank] for step in wanted.losses], rel=1e-6)
+
+
+def succeeded(hpz: int, wrapped: bool) -> list[float]:
+    """The same module in a second and a third engine while the first is alive, as clients leave it."""
+    first = initialize(models.uneven(), settings(hpz=hpz), reference.sgd)
+    losses = train(first, models.batch, range(2))[0]
+    rank = dist.get_rank()
+    with torch.no_grad():
+        before = first(*models.batch(9, rank)).item()
+    frozen = initialize(first.module, settings(hpz=hpz), None)
+    with torch.no_grad():
+        assert frozen(*models.batch(9, rank)).item() == first(*models.batch(9, rank)).item() == before
+    last = initialize(Wrapper(first.module) if wrapped else first.module, settings(hpz=hpz), reference.sgd)
+    losses += train(last, models.batch, range(2, 4))[0]
+    for call in (lambda: first.backward(first(*models.batch(4, rank))), first.step):
+        with pytest.raises(UsageError, match="whose module was given to another deepspeed.initialize since"):
+            call()
+    with torch.no_grad():
+        assert frozen(*models.batch(9, rank)).item() == last(*models.batch(9, rank)).item() != before
+    frozen.destroy()
+    first.destroy()
+    losses += train(last, models.batch, range(4, 6))[0]
+    last.destroy()
+    assert not any(child._forward_hooks or child._forward_pre_hooks for child in last.module.modules())
+    return losses
+
+
+class Wrapper(torch.nn.Module):
+    """Adapters and trainers put a model into another one."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *batch: Any) -> Any:
+        return self.inner(*batch)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("hpz", [1, 2])
+def test_the_latest_engine_of_a_module_takes_over(hpz: int, wrapped: bool) -> None:
+    wanted = reference.train(models.uneven, models.batch, 6, 4, optimizer_fn=reference.sgd)
+    for rank, losses in enumerate(run_ranks(succeeded, 4, hpz, wrapped)):
         assert losses == pytest.approx([step[rank] for step in wanted.losses], rel=1e-6)
 
 

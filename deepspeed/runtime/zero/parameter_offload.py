@@ -149,8 +149,9 @@ class DeepSpeedZeRoOffload:
         self.sharded.hooks.remove()
         self.sharded.fetcher.release_all(persistent=True)
         for unit in self.sharded.units:
-            unit.on_access = None
-            unit.free_secondaries()
+            unit.on_access = unit.let_go = None
+            if not self.sharded.hooks.superseded:  # else they belong to a later engine
+                unit.free_secondaries()
         groups = self.sharded.plan.groups
         groups.secondary = None
         if groups.pulse is not None:

@@ -74,7 +74,7 @@ class ScopeHooks:
 
     def __init__(self, root: nn.Module, scopes: list[Scope], fetcher: Fetcher, grads: GradReducer | None) -> None:
         self.root, self.scopes, self.fetcher, self.grads = root, scopes, fetcher, grads
-        self.managed = False
+        self.managed = self.superseded = False
         self.pass_owner: nn.Module | None = None
         self.active: list[Scope] = []
         self.entered: list[Scope] = []
@@ -91,7 +91,7 @@ class ScopeHooks:
             for unit in scope.units:
                 self.owners.setdefault(unit, []).append(scope)
         for unit in [*fetcher.units, *fetcher.persistent]:
-            unit.on_access = self.on_access
+            unit.on_access, unit.let_go = self.on_access, self.let_go
         if grads is not None:
             grads.begin_backward = self.begin_backward
 
@@ -141,6 +141,22 @@ class ScopeHooks:
         self.forward_handles.clear()
         self.backward_handles.clear()
 
+    def let_go(self, module: nn.Module) -> None:
+        """`module` is about to get hooks of its own: where it contains this model, this model's go.
+
+        Clients give a module to a second engine while the first is alive (Lightning validates and fits again, TRL
+        trains what it computed log probabilities with). Of two sets of hooks each would gather and reduce.
+        """
+        if all(self.root is not child for child in module.modules()):
+            return
+        if self.grads is not None:
+            self.grads.drain()
+        self.remove()
+        self.fetcher.release_all(persistent=True)
+        for unit in [*self.fetcher.units, *self.fetcher.persistent]:
+            unit.on_access = unit.let_go = None
+        self.superseded = True
+
     # -- forward
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
@@ -166,6 +182,11 @@ class ScopeHooks:
             self.pass_owner = None
             self.active.clear()
             self.fetcher.end_forward(completed=output is not None)
+
+    def abort_forward(self) -> None:
+        """The forward raised: release everything. torch calls hooks after an Exception, not after an interrupt."""
+        if self.pass_owner is not None:
+            self._end_forward(self.pass_owner, (), None)
 
     def _root_output(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():

@@ -45,6 +45,7 @@ class MasterWeights:
         self.places: dict[ShardedParam, tuple[SubGroup, int]] = {}
         self.group_options = [options for _, options in groups]
         for group_index, (params, _) in enumerate(groups):
+            _refuse_complex(params)
             for positions in layout.pack_sub_groups([p.shard.numel() for p in params], sub_group_size):
                 chosen = [params[i] for i in positions]
                 index = len(self.sub_groups)
@@ -109,7 +110,8 @@ class MasterWeights:
             sub.free()
         host.release_unused(self.device)
         for p in self.places:
-            p.edits = None
+            if p.edits is self:  # else an engine that was set up later steps it
+                p.edits = None
         self.places.clear()
 
     # -- one parameter's views
@@ -187,3 +189,13 @@ class MasterWeights:
             self.grads.divided_by = verdict.scale
         for sub in self.sub_groups:
             sub.wrote()
+
+
+def _refuse_complex(params: list[ShardedParam]) -> None:
+    found = [p.name for p in params if p.dtype.is_complex]
+    if found:
+        raise ConfigError(
+            f"parameter {found[0]} is complex, and master weights are real: its imaginary part would be lost. Keep it "
+            "as real numbers (torch.view_as_real) and use torch.view_as_complex in the forward, or do not give it to "
+            "the optimizer."
+        )

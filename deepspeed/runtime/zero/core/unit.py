@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from . import layout
 from .param import ShardedParam, ZeroParamStatus
@@ -47,6 +48,7 @@ class ShardedUnit:
     Attributes:
         numel: elements of the padded parameters.
         on_access: called when a computation is about to use released parameters of this unit.
+        let_go: called with a module that is about to be sharded anew and holds parameters of this unit.
         aliased: in a world of one the primary shards are the full weights; nothing is allocated or copied.
         allocated: whether the storage has memory.
         exposed: whether every parameter shows its full weights.
@@ -73,6 +75,7 @@ class ShardedUnit:
         "keep_forward",
         "late",
         "ledger",
+        "let_go",
         "name",
         "nbytes",
         "numel",
@@ -98,6 +101,7 @@ class ShardedUnit:
         self.ledger = ledger if ledger is not None else Ledger()
         self.persistent = False
         self.on_access: Callable[[list[ShardedParam], bool], None] | None = None
+        self.let_go: Callable[[nn.Module], None] | None = None
         self.empty = torch.empty(0, dtype=self.dtype, device=device)
         self.numel = sum(p.padded_numel for p in params)
         self.storage: torch.UntypedStorage | None = None
