@@ -244,8 +244,8 @@ class DeepSpeedEngine(CheckpointMixin, ConfigGetters, nn.Module):
             )
         if self.optimizer_model.hooks.superseded:
             raise UsageError(
-                f"{call} on an engine whose module was given to another deepspeed.initialize since; use the engine that "
-                "it returned"
+                f"{call} on an engine whose module was given to another deepspeed.initialize since; use the engine "
+                "that it returned"
             )
 
     # -- accumulation and counters
