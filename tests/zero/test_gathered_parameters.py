@@ -8,14 +8,17 @@ reverts it).
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import nn
 
 import deepspeed
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param
 from tests.dist.support import assert_tensors, full_params, initialize, settings, train
 from tests.harness import models, reference
@@ -189,6 +192,105 @@ def build_resized() -> Any:
     larger.weight.data[: models.VOCAB] = module.embed.weight.data
     module.embed = larger
     return module
+
+
+class Regathered(torch.autograd.Function):
+    """A linear layer that computes its logits again in the backward and gathers its weight there, as TRL's fused head.
+
+    `scale` is a parameter that may stay gathered; it is read in a block as well.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Any, weight: Any, scale: Any) -> Any:
+        ctx.save_for_backward(hidden, weight, scale)
+        return hidden @ weight.t() * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        hidden, weight, scale = ctx.saved_tensors
+        with head_of(weight, scale):
+            logits = (hidden @ weight.t()).detach()
+            grad = grad.flatten(0, -2)
+            weight_grad = (grad * scale).t() @ hidden.flatten(0, -2)
+            return (
+                ((grad * scale) @ weight).view_as(hidden),
+                weight_grad,
+                (grad * logits.flatten(0, -2)).sum().view(1, 1),
+            )
+
+
+def head_of(*params: Any) -> Any:
+    return GatheredParameters([p for p in params if getattr(p, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE])
+
+
+class GathersInForward(nn.Module):
+    """Its forward takes the head's weight inside a block and never calls the head."""
+
+    def __init__(self, way: str, loose: bool) -> None:
+        super().__init__()
+        self.body = models.Block(15, 7)
+        self.embed = nn.Embedding(models.VOCAB, 15)
+        self.head = nn.Linear(15, models.VOCAB, bias=False)
+        self.gain = nn.Linear(1, 1, bias=False)
+        self.shift = nn.Parameter(torch.zeros(1)) if loose else None  # then the root itself owns parameters
+        self.way = way
+
+    def forward(self, tokens: Any, targets: Any) -> Any:
+        hidden = self.body(self.embed(tokens))
+        weight, scale = self.head.weight, self.gain.weight
+        if self.way == "recomputed":
+            logits = torch.utils.checkpoint.checkpoint(self._linear, hidden, use_reentrant=False)
+        elif self.way == "linear":
+            logits = self._linear(hidden)
+        else:
+            with head_of(weight, scale):
+                logits = Regathered.apply(hidden, weight, scale)
+        if self.shift is not None:
+            logits = logits + self.shift
+        return nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+    def _linear(self, hidden: Any) -> Any:
+        with GatheredParameters([self.head.weight, self.gain.weight]):
+            return nn.functional.linear(hidden, self.head.weight) * self.gain.weight
+
+
+WAYS = [(way, loose) for way in ("linear", "recomputed", "function") for loose in (False, True)]
+
+
+def gathers_in_forward(way: str, loose: bool) -> nn.Module:
+    return models.seeded(lambda: GathersInForward(way, loose))
+
+
+def blocks_in_passes(hpz: int, persistent: bool) -> dict[str, list[float]]:
+    losses = {}
+    for way, loose in WAYS:
+        config = settings(hpz=hpz)
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 20 if persistent else 0
+        engine = initialize(gathers_in_forward(way, loose), config)
+        seen = train(engine, models.batch, range(4))[0]
+        with torch.no_grad():
+            seen.append(engine(*models.batch(9, dist.get_rank())).item())
+        fetcher = engine.optimizer_model.fetcher
+        assert fetcher.ledger.live <= sum(unit.numel for unit in fetcher.persistent), "weights were not released"
+        engine.destroy()
+        losses[f"{way} {loose}"] = seen
+    return losses
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("hpz", [1, 2])
+def test_blocks_inside_forward_and_backward(hpz: int, persistent: bool) -> None:
+    """What a pass uses inside a block it can use until its backward has ended."""
+    wanted = {}
+    for way, loose in WAYS:
+        trained = reference.train(functools.partial(gathers_in_forward, way, loose), models.batch, 4, 4)
+        wanted[f"{way} {loose}"] = trained
+    for rank, got in enumerate(run_ranks(blocks_in_passes, 4, hpz, persistent)):
+        for name, trained in wanted.items():
+            assert got[name][:4] == pytest.approx([step[rank] for step in trained.losses], rel=1e-6), name
+            plain = gathers_in_forward(*WAYS[list(wanted).index(name)])
+            plain.load_state_dict(trained.params)
+            assert got[name][4] == pytest.approx(plain(*models.batch(9, rank)).item(), rel=1e-5), name
 
 
 @pytest.mark.parametrize("after_initialize", [False, True])

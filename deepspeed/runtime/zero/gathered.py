@@ -22,6 +22,9 @@ from .core.unit import expose_param
 class GatheredParameters:
     """Gather parameters for the duration of a block. Collective: every rank of the group must enter and leave it.
 
+    What a forward or a backward uses inside a block stays for as long as the pass needs it: autograd computes with it
+    again, and a gradient is accumulated into a parameter that shows its shape.
+
     Inside, each parameter has its full shape. On leaving with ``modifier_rank=r`` the weights of rank ``r`` are sent to
     all ranks and written to the shards, to the hpZ secondary shards and, after ``deepspeed.initialize``, to the fp32
     master weights: the edit survives the next step and is saved. On leaving with ``modifier_rank=None`` the block was
@@ -64,6 +67,7 @@ class GatheredParameters:
                 "gather each parameter in one block only"
             )
         self._check_modifier()
+        self._tell_the_pass()
         fetch.gather_params(self.params)
         for p in self.params:
             p.pins += 1
@@ -82,6 +86,7 @@ class GatheredParameters:
         from .partition_parameters import Init
 
         failed = kind is not None
+        edited: list[ShardedParam] = []
         try:
             if self.modifier_rank is not None and not failed:
                 self._broadcast()
@@ -89,11 +94,21 @@ class GatheredParameters:
                 return
             edited = [] if failed else self._edited()
         finally:
-            released = self._released()
+            changed = set(edited)
+            released = [p for p in self._released() if p in changed or not p.unit.hold_until_flush]
             if released:
                 Init._partition([p.param for p in released], has_been_updated=False)
         if edited:
             self._complain(edited)
+
+    def _tell_the_pass(self) -> None:
+        """A forward that may be differentiated, or a backward, runs in this thread: it uses these parameters."""
+        backward = torch._C._current_graph_task_id() != -1
+        if self.modifier_rank is not None or not (backward or torch.is_grad_enabled()):
+            return
+        for unit, chosen in fetch.by_unit(self.params).items():
+            if unit.on_pass is not None:
+                unit.on_pass(chosen)
 
     def _released(self) -> list[ShardedParam]:
         """Let go of the parameters; returns those that this block still held."""

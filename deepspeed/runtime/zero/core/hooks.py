@@ -91,7 +91,7 @@ class ScopeHooks:
             for unit in scope.units:
                 self.owners.setdefault(unit, []).append(scope)
         for unit in [*fetcher.units, *fetcher.persistent]:
-            unit.on_access, unit.let_go = self.on_access, self.let_go
+            unit.on_access, unit.on_pass, unit.let_go = self.on_access, self.on_pass, self.let_go
         if grads is not None:
             grads.begin_backward = self.begin_backward
 
@@ -154,7 +154,7 @@ class ScopeHooks:
         self.remove()
         self.fetcher.release_all(persistent=True)
         for unit in [*self.fetcher.units, *self.fetcher.persistent]:
-            unit.on_access = unit.let_go = None
+            unit.on_access = unit.on_pass = unit.let_go = None
         self.superseded = True
 
     # -- forward
@@ -280,6 +280,20 @@ class ScopeHooks:
             fetcher.ready(unit)
             if torch.is_grad_enabled() and not inside:
                 unit.hold_until_flush = True
+
+    def on_pass(self, params: list[ShardedParam]) -> None:
+        """A `GatheredParameters` block is entered; inside a pass its weights are used by the scope that runs.
+
+        They are shown until the pass has ended, so that autograd finds them where it saved them and gradients are
+        accumulated into parameters that have their shape. From then on the scope gathers them itself.
+        """
+        fetcher = self.fetcher
+        if not (self.active or fetcher.in_forward or fetcher.in_backward):
+            return
+        self.on_access(params, True)
+        for unit in dict.fromkeys(p.unit for p in params):
+            fetcher.live[unit] = None
+            unit.hold_until_flush = True
 
     # -- backward
 

@@ -48,6 +48,7 @@ class ShardedUnit:
     Attributes:
         numel: elements of the padded parameters.
         on_access: called when a computation is about to use released parameters of this unit.
+        on_pass: called when a block that gathers parameters of this unit is entered, perhaps inside a pass.
         let_go: called with a module that is about to be sharded anew and holds parameters of this unit.
         aliased: in a world of one the primary shards are the full weights; nothing is allocated or copied.
         allocated: whether the storage has memory.
@@ -80,6 +81,7 @@ class ShardedUnit:
         "nbytes",
         "numel",
         "on_access",
+        "on_pass",
         "params",
         "persistent",
         "pinned",
@@ -101,6 +103,7 @@ class ShardedUnit:
         self.ledger = ledger if ledger is not None else Ledger()
         self.persistent = False
         self.on_access: Callable[[list[ShardedParam], bool], None] | None = None
+        self.on_pass: Callable[[list[ShardedParam]], None] | None = None
         self.let_go: Callable[[nn.Module], None] | None = None
         self.empty = torch.empty(0, dtype=self.dtype, device=device)
         self.numel = sum(p.padded_numel for p in params)
