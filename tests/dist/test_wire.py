@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from datetime import timedelta
 from typing import Any
@@ -12,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.measure import peak_on_cpu
-from deepspeed.runtime.zero.core import wire
-from tests.harness.pool import run_ranks
+from deepspeed.runtime.zero.core import direct, fetch, wire
+from tests.harness.pool import run_fresh, run_ranks
 
 LISTS = {
     "one": [5],
@@ -139,6 +141,78 @@ def _freed_after_failure() -> dict[str, Any]:
 def test_memory_may_be_freed_once_a_gather_failed() -> None:
     first, _ = run_ranks(_freed_after_failure, 2)
     assert first["error"] and first["untouched"]
+
+
+def _written_after_failure(how: str) -> dict[str, Any]:
+    """Rank 1 is gone, and rank 0 fails while it receives from rank 2, which sends once rank 0 has the error in hand."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([0, 2])]
+    channel = wire.Channel.of(None)
+    n = 4096
+    mine, out = torch.full((n,), 1.0 + channel.rank), torch.zeros(3 * n)
+    if channel.rank == 1:
+        time.sleep(0.5 if how == "both" else 0.0)
+        os._exit(0)
+    if channel.rank == 2:
+        time.sleep(1.5)
+        with contextlib.suppress(RuntimeError):
+            if how == "one":
+                channel.group.send([mine], 0, direct.GATHER + mine.nbytes).wait()
+            else:
+                wire.gather([torch.zeros(2 * n)], [mine], wire.Channel.of(pairs[1])).wait()
+        return {}
+    error = None
+    try:
+        if how == "one":
+            time.sleep(0.5)
+            wire.gather([out], [mine], channel).wait()  # fails while it is issued, behind what it receives from rank 2
+        else:
+            channels = [wire.Channel.of(pair) for pair in pairs]
+            outs = [torch.zeros(2 * n), out[: 2 * n]]
+            fetch._Both(*[wire.gather([o], [mine], c) for o, c in zip(outs, channels, strict=True)]).wait()
+    except RuntimeError as caught:
+        error = caught  # and the frames that it holds
+    out.zero_()
+    time.sleep(2.0)
+    return {"error": str(error), "written": bool(out.any())}
+
+
+@pytest.mark.parametrize("how", ["one", "both"])
+def test_nothing_arrives_after_an_error(how: str) -> None:
+    """The error of one peer ends the messages of all: whoever catches it may free the memory."""
+    first, *_ = run_fresh(_written_after_failure, 3, how)
+    assert first.value is not None, first
+    assert first.value["error"] != "None" and not first.value["written"]
+
+
+class _Interrupts:
+    def wait(self) -> None:
+        raise KeyboardInterrupt("Ctrl-C")
+
+
+def _interrupted() -> tuple[str, list[float]]:
+    """Ctrl-C while a gather of three tensors is waited for; then another gather."""
+    channel = wire.Channel.of(None)
+    ins = [torch.full((n,), 1.0 + channel.rank) for n in (5, 5, 5)]
+    outs = [torch.zeros(2 * 5) for _ in ins]
+    error = ""
+    handle = wire.gather(outs, ins, channel)
+    if channel.rank == 0:
+        handle.works.append(_Interrupts())  # type: ignore[attr-defined]  # waited for first
+    else:
+        time.sleep(0.3)
+    try:
+        handle.wait()
+    except KeyboardInterrupt as caught:
+        error = str(caught)
+    other = torch.zeros(2 * 5)
+    wire.gather([other], [ins[0] * 10], channel).wait()
+    return error, other.tolist()
+
+
+def test_an_interrupted_wait_takes_no_message_from_the_next() -> None:
+    first, second = run_ranks(_interrupted, 2)
+    assert first == ("Ctrl-C", [10.0] * 5 + [20.0] * 5)
+    assert second == ("", [10.0] * 5 + [20.0] * 5)
 
 
 def _users_messages() -> bool:

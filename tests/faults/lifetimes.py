@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 import deepspeed
+from deepspeed.runtime.zero.core import wire
 from deepspeed.runtime.zero.core.param import ShardedParam
 from deepspeed.runtime.zero.core.unit import ShardedUnit
 from tests.faults.scenarios import build, config, full_weights, rank, step
 from tests.harness import models
+from tests.harness.faults import delay, watch
 
 KINDS = ("plain", "hpz", "init", "bf16", "frozen", "no optimizer", "checks")
 
@@ -112,3 +114,35 @@ def rebuilt() -> Any:
     again = build(module)
     same = full_weights(again) == weights
     return {"same": same, "losses": [step(again, number) for number in (1, 2)]}
+
+
+class Early(models.Blocks):
+    """Blocks that may end after the first of them: then gathers of the others are ahead and not used."""
+
+    early = False
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if not self.early:
+            return super().forward(tokens, targets)
+        return self.layers[0](self.embed(tokens)).mean()
+
+
+def dropped_after_a_short_pass() -> Any:
+    """An engine whose last evaluation ended early is dropped; rank 1 is slow to issue its gathers. Then another trains.
+
+    Returns:
+        gathers in flight after the evaluation, and the losses of the second engine.
+    """
+    settings = config(stage3_max_reuse_distance=0)
+    engine = build(models.seeded(Early), settings)
+    with torch.no_grad():
+        engine(*models.batch(0, rank()))
+        engine(*models.batch(0, rank()))
+        engine.module.early = True
+        with watch(wire, "gather", delay(0.2 * rank())):
+            engine(*models.batch(0, rank()))
+    flying = [str(unit) for unit in engine.optimizer.sharded.units if unit.handle is not None]
+    del engine
+    gc.collect()
+    another = build(models.blocks(), settings)
+    return [flying, [step(another, number) for number in range(2)]]

@@ -81,3 +81,25 @@ def init_attempts() -> Any:
         except deepspeed.errors.NotSupportedError as error:
             result.append(str(error))
     return result
+
+
+class Complex(torch.nn.Module):
+    """A complex parameter beside a real one."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.turn = torch.nn.Parameter(torch.full((3,), 1 + 2j), requires_grad=trained)
+        self.scale = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, _tokens: torch.Tensor, _targets: torch.Tensor) -> torch.Tensor:
+        return (self.turn * self.scale).abs().sum()
+
+
+def complex_parameters() -> Any:
+    """The error for one that is trained, and the loss with one that is not."""
+    try:
+        build(Complex(True))
+        said = "none"
+    except deepspeed.errors.ConfigError as error:
+        said = str(error)
+    return [said, step(build(Complex(False)), 0)]

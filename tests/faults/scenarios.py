@@ -143,6 +143,35 @@ def die_and_shut_down() -> Any:
 # -- D2, D3, D4: ranks disagree
 
 
+class Uneven(nn.Module):
+    """Layers of which the backward of some ranks needs fewer, so that ranks issue collectives of other sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(models.VOCAB, 15)
+        self.body = nn.Linear(15, 150)
+        self.head = nn.Linear(150, models.VOCAB)
+        self.cut = False
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.body(self.embed(tokens))
+        hidden = hidden.detach() if self.cut else hidden
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, -2), targets.flatten())
+
+
+def cut(odd: int) -> Any:
+    """In step 1 the loss of rank ``odd`` does not depend on two modules of the other ranks'."""
+    engine = build(models.seeded(Uneven), config(**NOTHING_AHEAD))
+    step(engine, 0)
+    note(f"before{rank()}", fingerprint(engine))
+    engine.module.cut = rank() == odd
+    try:
+        step(engine, 1)
+    finally:
+        note(f"after{rank()}", fingerprint(engine))
+    return "completed"
+
+
 class Pair(nn.Module):
     """Two equal layers (each a unit) and a branch; ``order`` and ``skip`` say what a rank does."""
 
@@ -293,16 +322,21 @@ def user_error(odd: int) -> Any:
 
 class _Trips(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, raised: type[BaseException]) -> Tensor:
+        ctx.raised = raised
         return hidden.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        raise MemoryError("from the user's backward")
+        raise ctx.raised("from the user's backward")
 
 
-def reuse(where: str, zero: dict[str, Any], accumulation: int) -> Any:
-    """Every rank runs out of memory in step 1, catches it, and goes on."""
+ERRORS = {"out of memory": MemoryError, "interrupt": KeyboardInterrupt}
+
+
+def reuse(where: str, zero: dict[str, Any], accumulation: int, kind: str = "out of memory") -> Any:
+    """Every rank runs out of memory in step 1, or is interrupted, catches it, and goes on."""
+    raised = ERRORS[kind]
     engine = build(models.blocks(), config(top_gradient_accumulation_steps=accumulation, **zero))
     micro = 0
 
@@ -317,22 +351,23 @@ def reuse(where: str, zero: dict[str, Any], accumulation: int) -> Any:
         micro_step()
     weights = full_weights(engine)
     layer = engine.module.layers[1]
-    if where == "forward":
+    if where in ("forward", "evaluation"):
 
         def fail(*_: Any) -> None:
-            raise MemoryError("from the user's forward")
+            raise raised("from the user's forward")
 
         handle = layer.up.register_forward_pre_hook(fail)
     elif where == "backward":
-        handle = layer.register_forward_hook(lambda _m, _a, out: _Trips.apply(out))
+        handle = layer.register_forward_hook(lambda _m, _a, out: _Trips.apply(out, raised))
     else:
         handle = contextlib.nullcontext()
     try:
         if where != "none":
-            loss = engine(*models.batch(99, rank()))
+            with torch.set_grad_enabled(where != "evaluation"):
+                loss = engine(*models.batch(99, rank()))
             engine.backward(loss)
         caught = "none"
-    except MemoryError as error:
+    except raised as error:
         caught = str(error)
     if where != "none":
         handle.remove()

@@ -22,6 +22,12 @@ def test_an_engine_that_is_dropped_without_destroy_goes_too() -> None:
         assert result["alive"] == [[]] * 5
 
 
+def test_gathers_ahead_of_a_pass_that_ended_early_do_not_outlive_it() -> None:
+    """Messages that are let go of would leave the group useless for whoever comes after."""
+    for flying, losses in values(lifetimes.dropped_after_a_short_pass, 2):
+        assert flying == [] and all(loss > 0 for loss in losses)
+
+
 def test_a_destroyed_engine_keeps_weights_and_frees_the_rest() -> None:
     for result in values(lifetimes.destroyed_while_held, 4):
         assert result["weights"] and result["state"]

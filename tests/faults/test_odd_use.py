@@ -27,6 +27,16 @@ def test_d7_training_goes_on_after_a_caught_error(where: str, accumulation: int)
         assert result["end"] == expected["end"]
 
 
+@pytest.mark.parametrize("where", ["forward", "evaluation", "backward"])
+def test_d7_training_goes_on_after_an_interrupt(where: str) -> None:
+    """torch calls no hook of a module after a KeyboardInterrupt, and what was gathered is released all the same."""
+    [expected, _] = values(scenarios.reuse, 2, "none", {}, 1)
+    for result in values(scenarios.reuse, 2, where, {}, 1, "interrupt"):
+        assert result["caught"].startswith("from the user's")
+        assert result["left"] == [] and result["same"]
+        assert result["end"] == expected["end"]
+
+
 def test_d9_parameters_that_only_some_ranks_use() -> None:
     steps = 3
     expected = reference.train(models.conditional, models.batch_by_rank, steps, 3)

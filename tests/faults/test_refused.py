@@ -22,3 +22,9 @@ def test_g2_g3_every_rank_refuses_and_can_go_on() -> None:
 def test_g3_init_refuses_what_is_not_built() -> None:
     for quantised, nvme in values(refused.init_attempts, 2):
         assert "zero_quantized" in quantised and 'remote_device="cpu"' in nvme
+
+
+def test_complex_parameters_are_not_trained_as_real_ones() -> None:
+    for said, loss in values(refused.complex_parameters, 2):
+        assert "turn is complex" in said
+        assert abs(loss - 3 * 5**0.5) < 1e-5

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -35,8 +36,30 @@ class _Both:
         self.first, self.second = first, second
 
     def wait(self) -> None:
-        self.first.wait()
-        self.second.wait()
+        try:
+            self.first.wait()
+            self.second.wait()
+        finally:
+            self.first = self.second = wire.DONE  # the frames of an error hold this, and must hold no message
+
+
+class _Whole:
+    """What is done inside leaves ``unit`` with newest weights, or, whatever ends it early, holding nothing."""
+
+    __slots__ = ("unit",)
+
+    def __init__(self, unit: ShardedUnit) -> None:
+        self.unit = unit
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        if error is None:
+            return
+        _holds_nothing(self.unit)
+        if isinstance(error, RuntimeError):
+            raise self.unit.params[0].groups.lost(f"gathering {self.unit}", error) from error
 
 
 # -- one unit --------------------------------------------------------------------------------------------------
@@ -98,10 +121,8 @@ def _issue(
     if groups.checks is not None:
         _check(groups.checks, unit, stale, inside=False)
     traffic.place.mix(unit.index)
-    try:
+    with _Whole(unit):
         unit.handle = wire.gather(outs, ins, groups.primary)
-    except RuntimeError as error:
-        raise _failed(unit, error) from error
     unit.ledger.inflight += unit.numel
 
 
@@ -117,27 +138,22 @@ def _issue_hpz(
     else:
         outs = [p.full for p in inside if p.full is not None]
         ins = [p.secondary for p in inside if p.secondary is not None]
+    rest = host.send(across, unit.device)  # first: nothing may be in flight where this runs out of memory
     traffic.gathers_inside += 1
     traffic.gather_bytes_inside += sum([t.nbytes for t in outs]) - sum([t.nbytes for t in ins])
     if groups.checks is not None:
         _check(groups.checks, unit, stale, inside=True)
     traffic.place.mix(unit.index)
-    try:
-        handle = wire.gather(outs, ins, secondary)
-    except RuntimeError as error:
-        raise _failed(unit, error) from error
+    with _Whole(unit):
+        unit.handle = wire.gather(outs, ins, secondary)
     unit.incoming = across
     if across:
         outs = [p.full for p in across if p.full is not None]
-        ins = host.send(across, unit.device)
         traffic.gathers_across += 1
-        traffic.gather_bytes_across += sum([t.nbytes for t in outs]) - sum([t.nbytes for t in ins])
+        traffic.gather_bytes_across += sum([t.nbytes for t in outs]) - sum([t.nbytes for t in rest])
         traffic.place.mix(unit.index)
-        try:
-            handle = _Both(handle, wire.gather(outs, ins, groups.primary))
-        except RuntimeError as error:
-            raise _failed(unit, error) from error
-    unit.handle = handle
+        with _Whole(unit):
+            unit.handle = _Both(unit.handle, wire.gather(outs, rest, groups.primary))
     unit.ledger.inflight += unit.numel
 
 
@@ -147,10 +163,8 @@ def finish_gather(unit: ShardedUnit) -> None:
     if handle is not None:
         unit.handle = None
         unit.ledger.inflight -= unit.numel
-        try:
+        with _Whole(unit):
             handle.wait()
-        except RuntimeError as error:
-            raise _failed(unit, error) from error
     if unit.incoming:
         incoming, unit.incoming = unit.incoming, []
         unit.refresh_secondaries(incoming)
@@ -160,14 +174,9 @@ def finish_gather(unit: ShardedUnit) -> None:
             checks.after_gather(unit)
 
 
-def _failed(unit: ShardedUnit, error: BaseException) -> BaseException:
-    """The error for a gather of ``unit`` that failed."""
-    _holds_nothing(unit)
-    return unit.params[0].groups.lost(f"gathering {unit}", error)
-
-
 def _holds_nothing(unit: ShardedUnit) -> None:
     """The memory of ``unit`` is undefined: it is not new, and no copy may be made of it."""
+    unit.handle = None
     unit.fresh = False
     unit.incoming = []
     for p in unit.params:
@@ -380,6 +389,8 @@ class Fetcher:
             if unit.exposed and not unit.hold_until_flush:
                 unit.users = 0
                 self.drop(unit, keep=unit.fresh and self._keeps(unit))
+            elif unit.handle is not None:  # expected and not used; nothing is in flight between passes
+                finish_gather(unit)
         if self._finish_trace():
             self._plan_reuse()
 
