@@ -167,7 +167,8 @@ def _name_placeholders(module: nn.Module, state: dict[str, Any], prefix: str, _:
         warning_once(
             f"state_dict() of a model that ZeRO-3 partitions holds empty placeholders for {len(hidden)} parameters "
             f"({names}). Save with engine.save_checkpoint or engine.save_16bit_model, or call state_dict() inside "
-            "deepspeed.zero.GatheredParameters(model.parameters())"
+            "deepspeed.zero.GatheredParameters(model.parameters()). Nothing is lost where a client drops them and "
+            "saves through the engine, as Lightning's strategy does"
         )
 
 
