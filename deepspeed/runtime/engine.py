@@ -27,7 +27,6 @@ from deepspeed.runtime.engine_parts.getters import ConfigGetters
 from deepspeed.runtime.engine_parts.reporting import Reporter
 from deepspeed.runtime.lr_schedules import build_scheduler
 from deepspeed.runtime.zero.checks import Agreement
-from deepspeed.runtime.zero.core.hooks import tensors_in
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.topology import current_device
@@ -90,6 +89,8 @@ class DeepSpeedEngine(CheckpointMixin, ConfigGetters, nn.Module):
         self._destroyed = False
         if self._trains:
             self.optimizer.on_skip = _calls(self, "_step_was_skipped")
+            counter = self.counter
+            self.optimizer.grads.accumulation = lambda: counter.accumulation
         self.reporter = Reporter(self._config, self.optimizer_model.plan.groups.traffic)
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
 
@@ -132,15 +133,7 @@ class DeepSpeedEngine(CheckpointMixin, ConfigGetters, nn.Module):
             except BaseException:
                 self.optimizer_model.hooks.abort_forward()
                 raise
-        if self.counter.accumulation > 1 and torch.is_grad_enabled():
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(self._scale_plain_backward)
         return output
-
-    def _scale_plain_backward(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """A plain ``loss.backward()`` counts as one micro-batch of its window, as ``engine.backward(loss)`` does."""
-        return None if self.optimizer_model.hooks.managed else grad / self.counter.accumulation
 
     def _autocast(self) -> Any:
         autocast = self._config.torch_autocast

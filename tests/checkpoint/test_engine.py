@@ -384,3 +384,30 @@ def test_signatures_that_clients_inspect() -> None:
         deepspeed.DeepSpeedEngine._zero3_consolidated_16bit_state_dict,
     ):
         assert "exclude_frozen_parameters" in inspect.signature(method).parameters
+
+
+def _mid_window(folder: str) -> list[Any]:
+    """Losses after a load in the middle of an accumulation window, and after the same load at its end."""
+    found = []
+    for extra in (1, 0):
+        eng = real.engine("fp32", seed=99, zero=HPZ, gradient_accumulation_steps=2)
+        if not found:
+            eng.save_checkpoint(folder)
+        for step in range(50, 52 + extra):
+            _micro(eng, step)
+        eng.load_checkpoint(folder)
+        found.append([eng.global_steps, *[_micro(eng, step) for step in range(8)], eng.global_steps])
+    return found
+
+
+def _micro(eng: Any, step: int) -> float:
+    loss = eng(*gm.batch(step, dist.get_rank()))
+    eng.backward(loss)
+    eng.step()
+    return float(loss.detach())
+
+
+def test_a_load_begins_a_new_accumulation_window(tmp_path: Path) -> None:
+    for middle, end in ranks(_mid_window, 2, str(tmp_path)):
+        assert middle == end
+        assert middle[-1] == middle[0] + 4

@@ -2,8 +2,8 @@
 """Promise: corners of autograd neither crash nor give other numbers than plain torch.
 
 Gradient penalties (a backward through a backward), gradients of inputs through an engine that trains nothing, views of
-weights that outlive a forward, tiled backwards, an encoder-decoder whose layers hand the same tensors on; and while all
-that runs, weights are released as soon as a module's backward is done.
+weights that outlive a forward, outputs that are written in place, tiled backwards, an encoder-decoder whose layers hand
+the same tensors on; and while all that runs, weights are released as soon as a module's backward is done.
 """
 
 from __future__ import annotations
@@ -33,6 +33,43 @@ class Critic(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden)
         return self.head(hidden).sum()
+
+
+class InPlace(nn.Module):
+    """What a layer returned is a view (``F.linear`` with a bias, three dimensions) and is written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 7)
+        self.second = nn.Linear(7, 2 * WIDTH)
+        self.third = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        inner = nn.functional.relu(self.first(hidden), inplace=True)
+        left, right = self.second(inner).tensor_split(2, -1)
+        left = self.third(left * right)
+        left[..., 0] = 0
+        left += hidden
+        return left.square().mean()
+
+
+def written_in_place(hpz: int) -> None:
+    engine = initialize(models.seeded(InPlace), settings(hpz=hpz, zero=LIMITS["nothing stays"]), reference.sgd)
+    twin = models.seeded(InPlace)
+    for step in range(2):
+        data = shapes.hidden_batch(step, dist.get_rank()).view(1, -1, WIDTH)
+        loss, wanted = engine(data), twin(data)
+        torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-6)
+        engine.backward(loss)
+        wanted.backward()
+        grads = {}
+        for name, param in twin.named_parameters():
+            assert param.grad is not None
+            dist.all_reduce(param.grad)
+            grads[name] = param.grad / dist.get_world_size()
+        assert_tensors(full_grads(engine.module), grads, 1e-5, 1e-7)
+        engine.optimizer.zero_grad()
+        twin.zero_grad()
 
 
 def penalty(model: Any, backward: Any, step: int, rank: int) -> Tensor:
@@ -201,6 +238,11 @@ def peaks() -> dict[str, tuple[int, int, int, float]]:
 @pytest.mark.parametrize("hpz", [1, 2])
 def test_gradient_penalty(hpz: int) -> None:
     run_ranks(gradient_penalty, 4, hpz)
+
+
+@pytest.mark.parametrize("hpz", [1, 2])
+def test_outputs_written_in_place(hpz: int) -> None:
+    run_ranks(written_in_place, 4, hpz)
 
 
 def test_input_gradients_without_training() -> None:

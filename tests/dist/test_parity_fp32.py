@@ -9,8 +9,19 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch.distributed as dist
 
-from tests.dist.support import LIMITS, Case, assert_identical, assert_matches, run_cases
+from tests.dist.support import (
+    LIMITS,
+    Case,
+    assert_close,
+    assert_identical,
+    assert_matches,
+    initialize,
+    run_cases,
+    settings,
+)
+from tests.harness import models, reference
 from tests.harness.pool import run_ranks
 
 CLIP = 0.3  # below every norm that these models see, so that it always acts
@@ -67,6 +78,30 @@ def test_plain_backward_and_other_optimizers() -> None:
         Case(world=2, optimizer="adamw", zero=(("sub_group_size", 300), ("overlap_comm", False))),
     ]
     _check(cases, 2)
+
+
+def losses_beside_logits(accum: int) -> list[float]:
+    """Norms of two steps by `loss.backward()`, of a model that returns the logits too; the last step by halves."""
+    engine = initialize(models.seeded(models.Both), settings(accum=accum), reference.sgd)
+    norms = []
+    for step in range(3):
+        for micro in range(accum):
+            loss = engine(*models.batch(step, dist.get_rank(), micro))["loss"]
+            if step == 2 and micro:
+                engine.backward(loss)
+            else:
+                loss.backward()
+            engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+    engine.destroy()
+    return norms
+
+
+@pytest.mark.parametrize("accum", [1, 3])
+def test_plain_backward_of_one_output_that_others_lead_to(accum: int) -> None:
+    wanted = reference.train(models.blocks, models.batch, 3, 2, accum, optimizer_fn=reference.sgd)
+    for norms in run_ranks(losses_beside_logits, 2, accum):
+        assert_close(norms, wanted.norms, 1e-5)
 
 
 def test_offload_to_host_changes_nothing() -> None:

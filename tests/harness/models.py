@@ -81,6 +81,17 @@ class Blocks(nn.Module):
         return F.cross_entropy(self.head(self.norm(hidden)).flatten(0, -2).float(), targets.flatten())
 
 
+class Both(Blocks):
+    """Returns the loss and the logits that it was computed from, as models of transformers do."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.head(self.norm(hidden))
+        return {"loss": F.cross_entropy(logits.flatten(0, -2), targets.flatten()), "logits": logits}
+
+
 class Tied(Blocks):
     """The head's weight is the embedding's."""
 

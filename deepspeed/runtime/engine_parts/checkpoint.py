@@ -46,13 +46,14 @@ class CheckpointMixin:
     """Saving, loading and consolidating; a base of the engine.
 
     Uses of the engine: ``module``, ``optimizer`` (with ``export_state`` and ``import_state``), ``lr_scheduler``,
-    ``global_steps``, ``skipped_steps``, ``global_samples``, ``_config``, ``global_rank``, ``local_rank``,
+    ``counter``, ``global_steps``, ``skipped_steps``, ``global_samples``, ``_config``, ``global_rank``, ``local_rank``,
     ``world_size``.
     """
 
     module: nn.Module
     optimizer: Any
     lr_scheduler: Any
+    counter: Any
     global_steps: int
     skipped_steps: int
     global_samples: int
@@ -236,6 +237,7 @@ class CheckpointMixin:
         custom_load_fn: Callable[..., Any] | None,
     ) -> None:
         self.optimizer.import_state(state, load_optimizer_states=with_optimizer)
+        self.counter.begin_window()
         for key, child in extra_states(self.module):
             if key in loaded.model["module"]:
                 child.set_extra_state(loaded.model["module"][key])

@@ -41,6 +41,10 @@ class StepCounter:
             self.global_samples += self.train_batch
         self.micro_steps += 1
 
+    def begin_window(self) -> None:
+        """The gradients of the running window were dropped: the next micro-batch is the first of one."""
+        self.micro_steps -= self.micro_steps % self.accumulation
+
     def set_train_batch(self, train_batch: int) -> None:
         """Change the global batch by changing the accumulation steps.
 

@@ -9,6 +9,9 @@ Invariants:
   checkpointed segments) is reduced once more at the end of the backward: later, never wrong.
 - Gradient shards are allocated page by page as the first reductions of an accumulation window need them, and freed when
   the next window's first forward begins (they stay readable after ``step``).
+- A plain ``loss.backward()`` counts as one micro-batch of its window, as ``engine.backward(loss)`` does: what it
+  reduced is divided by the accumulation steps here. (Hooks on the model's outputs would divide twice where one output,
+  the loss, was computed from another, the logits.)
 """
 
 from __future__ import annotations
@@ -166,6 +169,8 @@ class GradReducer:
         self.groups, self.shards, self.comm_dtype = groups, shards, comm_dtype
         self.begin_backward: Callable[[], None] = lambda: None
         self.loss_scale: Callable[[], float] = lambda: 1.0
+        self.accumulation: Callable[[], int] = lambda: 1
+        self.divisor = 1
         self.running = False
         self.order: list[ShardedUnit] = []
         for unit in units:
@@ -213,9 +218,10 @@ class GradReducer:
         unit.late = True
         self.late.append(unit)
 
-    def begin(self, epoch: int) -> None:
-        """A backward begins."""
+    def begin(self, epoch: int, plain: bool) -> None:
+        """A backward begins; ``plain``: its loss was not divided by the accumulation steps."""
         self.epoch = epoch
+        self.divisor = self.accumulation() if plain else 1
         self.running = True
         if not self.filled:
             self.shards.loss_scale = self.loss_scale()
@@ -313,14 +319,15 @@ class GradReducer:
             self.inflight.clear()
             self.inflight_numel = 0
             raise self.groups.lost(f"reducing the gradients of {item.unit}", error) from error
-        if item.staged is None:
-            self.filled.add(item.unit)
-            return
         if item.unit in self.filled:
-            torch._foreach_add_(item.targets, [s.to(self.shards.device) for s in item.staged])
-        else:
+            assert item.staged is not None  # only the first reduction of a window writes its targets directly
+            torch._foreach_add_(item.targets, [s.to(self.shards.device) for s in item.staged], alpha=1 / self.divisor)
+            return
+        self.filled.add(item.unit)
+        if item.staged is not None:
             torch._foreach_copy_(item.targets, item.staged)
-            self.filled.add(item.unit)
+        if self.divisor != 1:
+            torch._foreach_div_(item.targets, self.divisor)
 
     def drain(self) -> None:
         """Wait for every reduction in flight."""

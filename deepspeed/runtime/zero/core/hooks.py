@@ -246,12 +246,12 @@ class ScopeHooks:
     def _hook_outputs(self, scope: Scope, tensors: Iterable[torch.Tensor]) -> None:
         call = _Call()
         hook = partial(self._output_grad, scope, call)
-        hooked = False
+        hooked: set[int] = set()
         for tensor in tensors:
-            node = tensor.grad_fn
-            if node is not None and node._sequence_nr() >= scope.started:  # else the module only hands it on
-                tensor.register_hook(hook)
-                hooked = True
+            made = _made(tensor, scope.started)
+            if made is not None and id(made) not in hooked:
+                made.register_hook(hook)
+                hooked.add(id(made))
         if hooked:
             if len(scope.calls) > MANY_CALLS:
                 scope.to_come()
@@ -360,7 +360,7 @@ class ScopeHooks:
             )
         self.fetcher.begin_backward()
         if self.grads is not None:
-            self.grads.begin(self.fetcher.epoch)
+            self.grads.begin(self.fetcher.epoch, plain=not self.managed)
         if torch.is_grad_enabled():
             self.fetcher.hold_all()
         if not self.managed:
@@ -380,6 +380,21 @@ class ScopeHooks:
                     self.grads.abort()
         finally:
             self.fetcher.end_backward(completed)
+
+
+def _made(tensor: torch.Tensor, started: int) -> torch.Tensor | None:
+    """What of ``tensor`` to hook: itself, or what it is a view of; None where no node since ``started`` made it.
+
+    A view gets another node when it is written in place (``F.linear`` returns a view, ``nn.ReLU(inplace=True)``
+    follows), and its hooks stay with the one that nothing leads to any more. Its base keeps both.
+    """
+    if tensor.grad_fn is None:
+        return None
+    for candidate in (tensor._base, tensor):
+        node = candidate.grad_fn if candidate is not None else None
+        if node is not None and node._sequence_nr() >= started:  # else the module only hands it on
+            return candidate
+    return None
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
