@@ -17,7 +17,7 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
-from deepspeed.errors import NotSupportedError, UsageError
+from deepspeed.errors import CollectiveMismatch, NonFiniteGradients, NotSupportedError, UsageError
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine_parts.build import OptimizerLike, build_optimizer_and_shards
@@ -169,6 +169,8 @@ class DeepSpeedEngine(CheckpointMixin, ConfigGetters, nn.Module):
                 completed = True
             finally:
                 hooks.managed = False
+                if not completed:
+                    self.counter.begin_window()
                 hooks.end_backward(completed)
         return loss
 
@@ -189,8 +191,12 @@ class DeepSpeedEngine(CheckpointMixin, ConfigGetters, nn.Module):
         self._needs_optimizer("step()")
         boundary = self.counter.at_boundary
         if boundary:
-            with self.reporter.phase("step"):
-                self._optimizer_step(lr_kwargs or {})
+            try:
+                with self.reporter.phase("step"):
+                    self._optimizer_step(lr_kwargs or {})
+            except (CollectiveMismatch, NonFiniteGradients):
+                self.counter.begin_window()
+                raise
         self.counter.finish_micro_step(boundary)
         if boundary:
             self.reporter.step_done(self)

@@ -234,6 +234,40 @@ def swap_reference() -> Any:
     return full_weights(engine)
 
 
+def swap_in_a_window(odd: int | None) -> Any:
+    """Windows of two micro-batches. In the second one rank ``odd`` uses two equal layers in the other order."""
+    engine = build(pair(), config(top_gradient_accumulation_steps=2, **NOTHING_AHEAD))
+    caught = []
+    for window in (0, 1, 2, 3) if odd is not None else (0, 2, 3):
+        engine.module.swap = window == 1 and rank() == odd
+        try:
+            for micro in range(2):
+                step(engine, 10 * window + micro)
+        except deepspeed.errors.CollectiveMismatch:
+            caught.append(window)
+    return {"caught": caught, "steps": engine.global_steps, "end": full_weights(engine)}
+
+
+def distrusted() -> Any:
+    """A step turns out to be one that ranks disagree about while the next window is half done (as on a GPU, where
+    nobody waits for the verdict); then a whole window."""
+    engine = build(pair(), config(top_gradient_accumulation_steps=2, top_optimizer=SGD))
+    loss = engine(*models.batch(0, rank()))
+    engine.backward(loss)
+    norms = []
+    for late in (True, False):
+        if late:
+            engine.optimizer._distrust()
+        for micro in range(2):
+            engine.backward(engine(*models.batch(micro, rank())))
+        engine.optimizer.step()
+        norms.append(float(engine.get_global_grad_norm()))
+    return norms
+
+
+SGD = {"type": "SGD", "params": {"lr": 0.0}}
+
+
 def deviate(how: str, odd: int, zero: dict[str, Any]) -> Any:
     """In step 1 rank ``odd`` leaves a layer out ("skip"), or uses two in the other order ("swap")."""
     engine = build(pair(), config(**zero))

@@ -29,6 +29,19 @@ def test_d2_equal_layers_in_another_order(world: int, zero: dict[str, Any]) -> N
         assert result["end"] == expected
 
 
+def test_d2_a_window_that_was_refused_is_not_the_start_of_the_next() -> None:
+    [expected, _] = values(scenarios.swap_in_a_window, 2, None)
+    for result in values(scenarios.swap_in_a_window, 2, 1):
+        assert result["caught"] == [1]
+        assert result["steps"] == expected["steps"] == 3
+        assert result["end"] == expected["end"]
+
+
+def test_d2_a_late_verdict_drops_what_was_accumulated_since() -> None:
+    for first, second in values(scenarios.distrusted, 2):
+        assert first == second > 0
+
+
 @pytest.mark.parametrize("odd", [0, 1])
 def test_d3_a_collective_that_one_rank_does_not_issue(odd: int, tmp_path: Path) -> None:
     ended = run(scenarios.deviate, 2, "skip", odd, scenarios.NOTHING_AHEAD, group_timeout=3, limit=40, folder=tmp_path)

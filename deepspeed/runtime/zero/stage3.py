@@ -242,6 +242,7 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
         self.sharded.fetcher.release_all(persistent=True)
         self.sharded.fetcher.forget_traces()  # they may differ between ranks, and gathers ahead follow them
         self.sharded.drop_secondaries()
+        self.grads.end_window()
         self.grad_shards.free()
 
     def _culprit(self, verdict: Verdict) -> str:
