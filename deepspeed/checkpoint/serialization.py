@@ -7,12 +7,14 @@ What must hold: there is one place that opens a checkpoint file, `load_file`.  I
 globals (``pkg.module.Class``), never by switching the check off.
 
 The list: what torch allows by itself (tensors, plain containers), the three classes that ZeRO-3 files carry,
-`argparse.Namespace`, and what a numpy array or RNG state is made of.
+what hyper-parameters hold (`argparse.Namespace`, paths, dates, durations), and what a numpy array or RNG state is made
+of.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib
 import os
 import pickle
@@ -21,7 +23,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
+from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any, BinaryIO
 
 import torch
@@ -41,14 +43,26 @@ __all__ = [
 ALLOW_ENV = "DS_CHECKPOINT_ALLOW_GLOBALS"
 """Environment variable: comma-separated globals that this process may rebuild from checkpoint files."""
 
+SafeGlobal = Any  # a class or function, or a pair (class or function, name it is known by in files)
+
 _DEEPSPEED_GLOBALS = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
 )
+_VALUES: tuple[SafeGlobal, ...] = (
+    argparse.Namespace,
+    datetime.date,
+    datetime.datetime,
+    datetime.timedelta,
+    *(
+        (path, f"{module}.{path.__name__}")
+        for path in (PosixPath, PurePosixPath)
+        for module in ("pathlib", "pathlib._local")
+    ),
+)
+"""Classes that only hold what they are made of. Python 3.13 wrote paths as members of `pathlib._local`."""
 _DTYPE_LETTERS = "?bhilqBHILQefd"
-
-SafeGlobal = Any  # a class or function, or a pair (class or function, name it is known by in files)
 
 
 def _resolve(name: str) -> Any:
@@ -84,7 +98,7 @@ def _numpy_globals() -> list[SafeGlobal]:
 def safe_globals(extra: Iterable[str] = ()) -> AbstractContextManager[Any]:
     """Context manager: within it `torch.load(weights_only=True)` knows the closed list and the named extras."""
     allowed: list[SafeGlobal] = [(_resolve(name), name) for name in _DEEPSPEED_GLOBALS]
-    allowed += [argparse.Namespace, *_numpy_globals()]
+    allowed += [*_VALUES, *_numpy_globals()]
     allowed += [(_resolve(name), name) for name in extra]
     return torch.serialization.safe_globals(allowed)
 

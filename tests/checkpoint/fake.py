@@ -19,6 +19,7 @@ import deepspeed.runtime.zero  # noqa: F401  first: the configuration reads its 
 from deepspeed.checkpoint.state import SubGroupState, Zero3State, shard_numel
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine_parts.checkpoint import CheckpointMixin
+from deepspeed.runtime.engine_parts.counter import StepCounter
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from tests.checkpoint import golden_model
 
@@ -224,6 +225,7 @@ class FakeEngine(CheckpointMixin):
         self.module = golden_model.build(tied=tied, frozen=frozen)
         self.optimizer = FakeCore(self.module, world, rank, version=version, **core)
         self.lr_scheduler = FakeScheduler()
+        self.counter = StepCounter(1, 1, world)
         self.global_rank, self.local_rank, self.world_size = rank, rank, world
         self.global_steps = self.skipped_steps = self.global_samples = 0
         self.advance(version)

@@ -10,7 +10,8 @@ import random
 import struct
 import zipfile
 from collections.abc import Callable
-from datetime import date
+from datetime import datetime, timedelta
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -107,32 +108,33 @@ def test_client_state_needs_an_opt_in(
     """S2, decision 1: warned about at save, refused at load, loaded once it is named, with a warning."""
     monkeypatch.setattr("deepspeed.runtime.engine_parts.checkpoint.logger.propagate", True)
     engine = fake.FakeEngine(1, 0, 3)
-    engine.save_checkpoint(tmp_path, client_state={"day": date(2024, 2, 29)})
-    assert "datetime.date" in caplog.text and "checkpoint.allow_globals" in caplog.text
-    with pytest.raises(CheckpointUnsafe, match=r"datetime\.date.*DS_CHECKPOINT_ALLOW_GLOBALS=datetime\.date"):
+    engine.save_checkpoint(tmp_path, client_state={"share": Fraction(2, 29)})
+    assert "fractions.Fraction" in caplog.text and "checkpoint.allow_globals" in caplog.text
+    with pytest.raises(CheckpointUnsafe, match=r"fractions\.Fraction.*DS_CHECKPOINT_ALLOW_GLOBALS=fractions\.Fraction"):
         engine.load_checkpoint(tmp_path)
-    monkeypatch.setenv(serialization.ALLOW_ENV, "datetime.date")
-    with pytest.warns(UserWarning, match=r"datetime\.date"):
-        assert engine.load_checkpoint(tmp_path)[1]["day"] == date(2024, 2, 29)
+    monkeypatch.setenv(serialization.ALLOW_ENV, "fractions.Fraction")
+    with pytest.warns(UserWarning, match=r"fractions\.Fraction"):
+        assert engine.load_checkpoint(tmp_path)[1]["share"] == Fraction(2, 29)
     monkeypatch.delenv(serialization.ALLOW_ENV)
-    named = fake.FakeEngine(1, 0, 9, checkpoint={"allow_globals": ["datetime.date"]})
-    with pytest.warns(UserWarning, match=r"datetime\.date"):
-        assert named.load_checkpoint(tmp_path)[1]["day"] == date(2024, 2, 29)
+    named = fake.FakeEngine(1, 0, 9, checkpoint={"allow_globals": ["fractions.Fraction"]})
+    with pytest.warns(UserWarning, match=r"fractions\.Fraction"):
+        assert named.load_checkpoint(tmp_path)[1]["share"] == Fraction(2, 29)
 
 
 def test_an_opt_in_covers_only_what_it_names(tmp_path: Path) -> None:
     folder, marker = saved(tmp_path), tmp_path / "marker"
     poisoned(folder / MODEL, marker)
-    engine = fake.FakeEngine(1, 0, 9, checkpoint={"allow_globals": ["datetime.date"]})
+    engine = fake.FakeEngine(1, 0, 9, checkpoint={"allow_globals": ["fractions.Fraction"]})
     with pytest.warns(UserWarning), pytest.raises(CheckpointUnsafe, match="posix.mkdir"):
         engine.load_checkpoint(tmp_path)
     assert not marker.exists()
 
 
 def test_what_loads_without_an_opt_in(tmp_path: Path) -> None:
-    """Decision 1: containers, numbers, text, tensors, argparse.Namespace, RNG states of python, numpy and torch."""
+    """Decision 1: containers, numbers, text, tensors, what hyper-parameters hold, RNG states of all three."""
     state = {
-        "args": argparse.Namespace(lr=0.1, layers=[1, 2], name="x"),
+        "args": argparse.Namespace(lr=0.1, layers=[1, 2], name="x", data=Path("a/b"), every=timedelta(minutes=5)),
+        "begun": datetime(2026, 11, 30, 14, 45),
         "numpy": np.random.get_state(),
         "generator": np.random.default_rng(1).bit_generator.state,
         "python": random.getstate(),
@@ -148,7 +150,7 @@ def test_what_loads_without_an_opt_in(tmp_path: Path) -> None:
     assert loaded["nested"] == state["nested"] and loaded["generator"] == state["generator"]
     assert loaded["numpy"][0] == state["numpy"][0] and np.array_equal(loaded["numpy"][1], state["numpy"][1])
     assert torch.equal(loaded["torch"], state["torch"]) and np.array_equal(loaded["array"], state["array"])
-    assert loaded["scalar"] == 1.5
+    assert loaded["scalar"] == 1.5 and loaded["begun"] == state["begun"]
 
 
 def test_no_second_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
