@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from deepspeed.runtime.zero.core import pulse as module
@@ -144,3 +145,10 @@ def test_an_error_without_a_pulse_still_says_what_was_waited_for() -> None:
     text = str(groups.lost("gathering embed", RuntimeError("closed")))
     assert text.startswith("rank 0, step 1: gathering embed failed or timed out.")
     assert "DEEPSPEED_TIMEOUT" in text and text.endswith("Cause: closed")
+
+
+def test_running_out_of_memory_is_not_blamed_on_other_ranks() -> None:
+    groups, full = ShardGroups(Channel(None, 1, 0, (0,))), torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        groups.lost("gathering embed", full)
+    assert caught.value is full

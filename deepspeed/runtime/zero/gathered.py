@@ -13,7 +13,7 @@ from torch import nn
 from deepspeed.errors import UsageError
 from deepspeed.utils.logging import logger
 
-from .core import fetch, wire
+from .core import access, wire
 from .core.param import ShardedParam
 from .core.parameter import sharded_of
 from .core.unit import expose_param
@@ -68,7 +68,7 @@ class GatheredParameters:
             )
         self._check_modifier()
         self._tell_the_pass()
-        fetch.gather_params(self.params)
+        access.gather_params(self.params)
         for p in self.params:
             p.pins += 1
             p.unit.pinned += 1
@@ -106,9 +106,9 @@ class GatheredParameters:
         backward = torch._C._current_graph_task_id() != -1
         if self.modifier_rank is not None or not (backward or torch.is_grad_enabled()):
             return
-        for unit, chosen in fetch.by_unit(self.params).items():
-            if unit.on_pass is not None:
-                unit.on_pass(chosen)
+        for unit, chosen in access.by_unit(self.params).items():
+            if unit.watcher is not None:
+                unit.watcher.on_pass(chosen)
 
     def _released(self) -> list[ShardedParam]:
         """Let go of the parameters; returns those that this block still held."""

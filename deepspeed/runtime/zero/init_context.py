@@ -24,7 +24,7 @@ from deepspeed.utils.logging import warning_once
 
 from . import checks
 from .checks import Agreement
-from .core import fetch, host
+from .core import access, host
 from .core.convert import shard_parameter
 from .core.param import ShardedParam, ShardGroups
 from .core.parameter import ZeroParameter, sharded_of
@@ -268,12 +268,14 @@ class Init:
         ``has_been_updated`` is handed on to ``_partition_param_sec``: the full weights are at hand on every rank, so
         the hpZ secondary is rewritten at once and cannot be stale (deepspeedai/DeepSpeed#7606).
         """
-        fetch.partition_params(sharded_of(param_list), has_been_updated, free_data, secondary=Init._partition_param_sec)
+        access.partition_params(
+            sharded_of(param_list), has_been_updated, free_data, secondary=Init._partition_param_sec
+        )
 
     @staticmethod
     def _partition_param_sec(params: Sequence[ShardedParam], has_been_updated: bool = False) -> None:
         """Rewrite the hpZ secondary shards of ``params`` from their full weights if these are new."""
-        fetch.refresh_secondary(params, has_been_updated)
+        access.refresh_secondary(params, has_been_updated)
 
 
 def _subjects(context: Init, settings: DeepSpeedConfig | None, module: nn.Module | None) -> list[checks.Section]:

@@ -149,7 +149,7 @@ class DeepSpeedZeRoOffload:
         self.sharded.hooks.remove()
         self.sharded.fetcher.release_all(persistent=True)
         for unit in self.sharded.units:
-            unit.on_access = unit.on_pass = unit.let_go = None
+            unit.watcher = None
             if not self.sharded.hooks.superseded:  # else they belong to a later engine
                 unit.free_secondaries()
         groups = self.sharded.plan.groups

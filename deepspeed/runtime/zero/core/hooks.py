@@ -91,7 +91,7 @@ class ScopeHooks:
             for unit in scope.units:
                 self.owners.setdefault(unit, []).append(scope)
         for unit in [*fetcher.units, *fetcher.persistent]:
-            unit.on_access, unit.on_pass, unit.let_go = self.on_access, self.on_pass, self.let_go
+            unit.watcher = self
         if grads is not None:
             grads.begin_backward = self.begin_backward
 
@@ -154,7 +154,7 @@ class ScopeHooks:
         self.remove()
         self.fetcher.release_all(persistent=True)
         for unit in [*self.fetcher.units, *self.fetcher.persistent]:
-            unit.on_access = unit.on_pass = unit.let_go = None
+            unit.watcher = None
         self.superseded = True
 
     # -- forward

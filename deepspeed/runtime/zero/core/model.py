@@ -55,8 +55,8 @@ class ShardedModel:
         self.fetcher: Fetcher = None  # type: ignore[assignment]  # set by form_units
         self.hooks: ScopeHooks = None  # type: ignore[assignment]
         for earlier in sharded_of(module.parameters()):
-            if earlier.unit.let_go is not None:
-                earlier.unit.let_go(module)
+            if earlier.unit.watcher is not None:
+                earlier.unit.watcher.let_go(module)
         for name, param in module.named_parameters():
             self.params[name] = self._convert(name, param)
         self._choose_persistent()

@@ -141,7 +141,13 @@ class ShardGroups:
         return self.secondary is not None and self.secondary.size == self.primary.size
 
     def lost(self, what: str, error: BaseException) -> CollectiveTimeout:
-        """The error for a collective that failed or timed out: what was waited for, and who is missing."""
+        """The error for a collective that failed or timed out: what was waited for, and who is missing.
+
+        Raises:
+            OutOfMemoryError: that is what ``error`` is, and no other rank's doing.
+        """
+        if isinstance(error, torch.OutOfMemoryError):
+            raise error
         place = self.traffic.place
         missing = self.pulse.fail(f"{what}, {place}") if self.pulse is not None else ""
         return CollectiveTimeout(

@@ -19,7 +19,7 @@ from torch import nn
 
 from deepspeed.errors import UsageError
 
-from . import fetch, host
+from . import access, fetch, host
 from .param import ShardedParam, ZeroParamStatus, ZeroParamType
 
 _PASS = frozenset(
@@ -168,7 +168,7 @@ class ZeroParameter(nn.Parameter):
         params = sharded_of([self] if param_list is None else param_list)
         if async_op:
             return _Pending(params)
-        fetch.gather_params(params)
+        access.gather_params(params)
         return None
 
     def all_gather_coalesced(self, params: Iterable[nn.Parameter] | None = None, **_: Any) -> Any:
@@ -188,7 +188,7 @@ class ZeroParameter(nn.Parameter):
             has_been_updated: write the full weights back first; they must be equal on every rank.
             free_data: give the memory back.
         """
-        fetch.partition_params(sharded_of([self] if param_list is None else param_list), has_been_updated, free_data)
+        access.partition_params(sharded_of([self] if param_list is None else param_list), has_been_updated, free_data)
 
     def partition_numel(self) -> int:
         """Elements of one rank's shard."""
@@ -236,11 +236,11 @@ class ZeroParameter(nn.Parameter):
         sharded = self._sharded
         if sharded.status is ZeroParamStatus.AVAILABLE:
             return self.data.item()
-        fetch.gather_params([sharded])
+        access.gather_params([sharded])
         try:
             return self.data.item()
         finally:
-            fetch.partition_params([sharded])
+            access.partition_params([sharded])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A plain parameter with the full weights.
@@ -333,13 +333,13 @@ def _show_released(func: Any, args: Any, kwargs: Any) -> None:
     released = [t for t in tensors if isinstance(t, ReleasedZeroParameter)]
     if not released or (getattr(func, "__name__", "") == "to" and tensors[0] is not released[0]):
         return  # x.to(weight) asks for a dtype and a device
-    on_access = released[0]._sharded.unit.on_access
+    watcher = released[0]._sharded.unit.watcher
     name = getattr(func, "__name__", "")
     others = len(tensors) > sum(isinstance(t, ZeroParameter) for t in tensors) or name in _WEIGHTS_ALONE
-    if on_access is not None:
-        on_access([p._sharded for p in released], others)
+    if watcher is not None:
+        watcher.on_access([p._sharded for p in released], others)
     elif others and name not in ("equal", "allclose", "isclose"):
-        fetch.gather_params([p._sharded for p in released])
+        access.gather_params([p._sharded for p in released])
 
 
 def _leaves(value: Any) -> Iterable[Any]:
@@ -358,12 +358,12 @@ class _Pending:
 
     def __init__(self, params: list[ShardedParam]) -> None:
         self.params = params
-        for unit, chosen in fetch.by_unit(params).items():
+        for unit, chosen in access.by_unit(params).items():
             fetch.start_gather_of(unit, chosen)
 
     def wait(self, **_: Any) -> None:
         """Show the weights."""
-        fetch.gather_params(self.params)
+        access.gather_params(self.params)
 
 
 def sharded_of(params: Iterable[Any]) -> list[ShardedParam]:

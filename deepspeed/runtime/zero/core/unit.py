@@ -13,7 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -42,14 +42,25 @@ class Ledger:
             self.peak = self.live
 
 
+class Watcher(Protocol):
+    """A model's hooks, as its units see them."""
+
+    def on_access(self, params: list[ShardedParam], computing: bool) -> None:
+        """A computation is about to use these released parameters."""
+
+    def on_pass(self, params: list[ShardedParam]) -> None:
+        """A block that gathers these parameters is entered, perhaps inside a pass."""
+
+    def let_go(self, module: nn.Module) -> None:
+        """``module``, which holds parameters of the unit, is about to be sharded anew."""
+
+
 class ShardedUnit:
     """Parameters that are gathered, exposed and released together.
 
     Attributes:
         numel: elements of the padded parameters.
-        on_access: called when a computation is about to use released parameters of this unit.
-        on_pass: called when a block that gathers parameters of this unit is entered, perhaps inside a pass.
-        let_go: called with a module that is about to be sharded anew and holds parameters of this unit.
+        watcher: is told of uses outside the forward of the module that owns the unit.
         aliased: in a world of one the primary shards are the full weights; nothing is allocated or copied.
         allocated: whether the storage has memory.
         exposed: whether every parameter shows its full weights.
@@ -76,12 +87,9 @@ class ShardedUnit:
         "keep_forward",
         "late",
         "ledger",
-        "let_go",
         "name",
         "nbytes",
         "numel",
-        "on_access",
-        "on_pass",
         "params",
         "persistent",
         "pinned",
@@ -92,6 +100,7 @@ class ShardedUnit:
         "trainable",
         "users",
         "visited",
+        "watcher",
     )
 
     def __init__(self, params: list[ShardedParam], device: torch.device, ledger: Ledger | None = None) -> None:
@@ -102,9 +111,7 @@ class ShardedUnit:
         self.index = -1
         self.ledger = ledger if ledger is not None else Ledger()
         self.persistent = False
-        self.on_access: Callable[[list[ShardedParam], bool], None] | None = None
-        self.on_pass: Callable[[list[ShardedParam]], None] | None = None
-        self.let_go: Callable[[nn.Module], None] | None = None
+        self.watcher: Watcher | None = None
         self.empty = torch.empty(0, dtype=self.dtype, device=device)
         self.numel = sum(p.padded_numel for p in params)
         self.storage: torch.UntypedStorage | None = None
