@@ -15,7 +15,7 @@ from torch import nn
 from deepspeed import comm
 from deepspeed.errors import ConfigConflictError, NotSupportedError, UsageError
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.engine import COMPILED, DeepSpeedEngine
 from deepspeed.runtime.engine_parts.build import OptimizerLike
 from deepspeed.runtime.zero.checks import Agreement
 
@@ -57,6 +57,8 @@ def initialize(
         raise UsageError("deepspeed.initialize: model= is missing")
     if not isinstance(model, nn.Module):
         raise UsageError(f"deepspeed.initialize: model= must be an nn.Module, got {type(model).__name__}")
+    if type(model).__name__ == "OptimizedModule":  # of a module that is imported with torch.compile
+        raise UsageError(COMPILED)
     if mesh_param is not None:
         raise NotSupportedError("deepspeed.initialize: mesh_param (sequence parallelism) is not built; leave it out")
     if dist_init_required is not False or not comm.is_initialized():

@@ -33,6 +33,11 @@ from deepspeed.runtime.zero.topology import current_device
 from deepspeed.utils.logging import set_log_level_from_string
 
 MEMORY_OPT_ALLREDUCE_SIZE = 500_000_000
+COMPILED = (
+    "torch.compile was applied to a whole model, or in place by module.compile(): the hooks that gather weights cannot "
+    "be part of a graph. Give deepspeed.initialize the plain module and call engine.compile(backend=...), which "
+    "compiles the forward of every block"
+)
 
 
 class DeepSpeedEngine(CheckpointMixin, ConfigGetters, nn.Module):
@@ -130,8 +135,10 @@ class DeepSpeedEngine(CheckpointMixin, ConfigGetters, nn.Module):
         with self.reporter.phase("forward"), self._autocast():
             try:
                 output = self.module(*inputs, **kwargs)
-            except BaseException:
+            except BaseException as error:
                 self.optimizer_model.hooks.abort_forward()
+                if type(error).__name__ == "InternalTorchDynamoError":  # of a module that is imported with it
+                    raise UsageError(COMPILED) from error
                 raise
         return output
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from deepspeed.errors import UsageError
 from tests.dist.support import LIMITS, assert_close, assert_tensors, expected, full_params, initialize, settings, train
 from tests.harness import models, reference
 from tests.harness.pool import run_ranks
@@ -119,3 +120,45 @@ def test_compiled_units(backend: str) -> None:
         for rank, (losses, params) in enumerate(run_ranks(compiled, 2, model, backend, 1, timeout=240)):
             assert_close(losses[:3], [step[rank] for step in wanted.losses], 1e-6)
             assert_tensors(params, wanted.params)
+
+
+def compiled_before(hpz: int) -> list[float]:
+    """Blocks that `torch.compile` replaced before the model was sharded."""
+    torch._dynamo.reset()
+    model = models.blocks()
+    for position, layer in enumerate(model.layers):
+        model.layers[position] = torch.compile(layer, backend="eager")
+    engine = initialize(model, settings(hpz=hpz, zero=LIMITS["no persistence"]), reference.sgd)
+    losses, _ = train(engine, models.batch, range(3))
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("hpz", [1, 2])
+def test_blocks_compiled_before_they_are_sharded(hpz: int) -> None:
+    wanted = expected("blocks", "batch", 3, 2 * hpz, 1, 0.0, "sgd")
+    for rank, losses in enumerate(run_ranks(compiled_before, 2 * hpz, hpz, timeout=240)):
+        assert_close(losses, [step[rank] for step in wanted.losses], 1e-6)
+
+
+def compiled_whole(how: str) -> str:
+    torch._dynamo.reset()
+    model = models.blocks()
+    try:
+        if how == "before":
+            initialize(torch.compile(model, backend="eager"), settings(), reference.sgd)
+        engine = initialize(model, settings(zero=LIMITS["no persistence"]), reference.sgd)
+        if how == "after":
+            engine.module = torch.compile(engine.module, backend="eager")
+        else:
+            model.layers[0].compile(backend="eager")
+        train(engine, models.batch, range(1))
+    except UsageError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("how", ["before", "after", "in place"])
+def test_a_graph_around_hooks_is_refused_by_name(how: str) -> None:
+    for said in run_ranks(compiled_whole, 2, how, timeout=240):
+        assert "engine.compile(backend=...)" in said

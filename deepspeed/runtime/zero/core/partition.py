@@ -98,7 +98,9 @@ class _Finder:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    own = "forward" in vars(module)  # torch.compile(block), say: its hooks are outside of the graph, its child's inside
+    runs = own or type(module).forward is not nn.Module.forward
+    return runs and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def _are_experts(name: str, module: nn.Module) -> bool:
