@@ -96,6 +96,7 @@ class DeepSpeedEngine(CheckpointMixin, ConfigGetters, nn.Module):
             self.optimizer.on_skip = _calls(self, "_step_was_skipped")
             counter = self.counter
             self.optimizer.grads.accumulation = lambda: counter.accumulation
+            self.optimizer.grads.on_abort = counter.begin_window
         self.reporter = Reporter(self._config, self.optimizer_model.plan.groups.traffic)
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
 
@@ -176,8 +177,6 @@ class DeepSpeedEngine(CheckpointMixin, ConfigGetters, nn.Module):
                 completed = True
             finally:
                 hooks.managed = False
-                if not completed:
-                    self.counter.begin_window()
                 hooks.end_backward(completed)
         return loss
 

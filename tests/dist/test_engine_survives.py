@@ -69,6 +69,36 @@ def failing_run(where: str | None, recompute: str | None, plain_backward: bool, 
     return [*losses, float(live)], full_params(engine.module)
 
 
+def failing_window(fails: bool, plain_backward: bool) -> tuple[list[float], dict]:
+    """The second backward of a window of two fails: the window is dropped, and the next begins with its first."""
+    engine = initialize(Failing(None), settings(accum=2))
+    losses = train(engine, models.batch, range(1), accum=2)[0]
+    if fails:
+        for micro, where in enumerate(("", "backward")):
+            engine.module.where = where
+            loss = engine(*models.batch(9, dist.get_rank(), micro))
+            if where:
+                with pytest.raises(Boom):
+                    loss.backward() if plain_backward else engine.backward(loss)
+            else:
+                engine.backward(loss)
+                engine.step()
+        engine.module.where = ""
+    losses += train(engine, models.batch, range(1, 3), accum=2)[0]
+    assert engine.global_steps == 3
+    return losses, full_params(engine.module)
+
+
+def test_a_window_whose_backward_failed_is_dropped() -> None:
+    plain = run_ranks(failing_window, 2, False, False)
+    for plain_backward in (False, True):
+        for (wanted, weights), (losses, params) in zip(
+            plain, run_ranks(failing_window, 2, True, plain_backward), strict=True
+        ):
+            assert losses == wanted, plain_backward
+            assert_tensors(params, weights, 0, 0)
+
+
 @pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
 def test_training_goes_on(recompute: str | None) -> None:
     plain = run_ranks(failing_run, 2, None, recompute, False, 1)

@@ -170,6 +170,7 @@ class GradReducer:
         self.begin_backward: Callable[[], None] = lambda: None
         self.loss_scale: Callable[[], float] = lambda: 1.0
         self.accumulation: Callable[[], int] = lambda: 1
+        self.on_abort: Callable[[], None] = lambda: None
         self.divisor = 1
         self.running = False
         self.order: list[ShardedUnit] = []
@@ -353,6 +354,7 @@ class GradReducer:
 
     def abort(self) -> None:
         """A backward failed: what was accumulated since the last step is incomplete and is dropped."""
+        self.on_abort()
         self.running = False
         try:
             self.drain()
