@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+from fnmatch import fnmatch
 
 import pytest
 
@@ -88,3 +89,11 @@ def test_a_machine_path_is_seen(text: str) -> None:
 @pytest.mark.parametrize("text", ["/job/hostfile", "a/home/b", "/mnt/nvme0/swap", "/dev/shm", "https://x.org/work/y"])
 def test_other_paths_are_fine(text: str) -> None:
     assert machine_paths(text) == []
+
+
+def test_pytest_enters_every_folder_of_tests(request: pytest.FixtureRequest) -> None:
+    """Its own list of folders to leave out has `dist`: a whole folder of promises was never run."""
+    left_out = request.config.getini("norecursedirs")
+    folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")}
+    parts = {part for folder in folders for part in folder.relative_to(ROOT).parts}
+    assert parts and not [part for part in parts if any(fnmatch(part, pattern) for pattern in left_out)]
