@@ -11,6 +11,7 @@ from torch import nn
 import deepspeed
 from deepspeed.runtime.zero.core.parameter import ReleasedZeroParameter, ZeroParameter
 from tests.harness import run_ranks
+from tests.zero.squares import train_plain, train_sharded
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 3,
@@ -64,36 +65,16 @@ def weight_norm() -> list[float]:
         model = nn.Sequential(conv, nn.Flatten(), nn.Linear(36, 1))
     assert all(hasattr(p, "ds_id") for p in model.parameters())
     assert conv.weight.shape == (6, 4, 3)  # computed from two released parameters
-    return _train(model)
+    return train_sharded(model, CONFIG, _parts())
 
 
-def _train(model: nn.Module) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
-    x = torch.randn(4, 3, 4, 8, generator=torch.Generator().manual_seed(1))
-    losses = []
-    for _ in range(3):
-        loss = engine(x[engine.global_rank]).square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    engine.destroy()
-    return losses
+def _parts() -> torch.Tensor:
+    return torch.randn(4, 3, 4, 8, generator=torch.Generator().manual_seed(1))
 
 
 def plain() -> list[list[float]]:
     torch.manual_seed(3)
-    model = nn.Sequential(_norm_on(nn.Conv1d(4, 6, 3)), nn.Flatten(), nn.Linear(36, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(4, 3, 4, 8, generator=torch.Generator().manual_seed(1))
-    seen = []
-    for _ in range(3):
-        losses = [model(part).square().mean() for part in x]
-        seen.append([loss.item() for loss in losses])
-        optimizer.zero_grad()
-        torch.stack(losses).mean().backward()
-        optimizer.step()
-    return seen
+    return train_plain(nn.Sequential(_norm_on(nn.Conv1d(4, 6, 3)), nn.Flatten(), nn.Linear(36, 1)), _parts())
 
 
 def test_weight_norm_on_a_sharded_layer_trains_as_on_a_plain_one() -> None:

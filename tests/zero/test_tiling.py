@@ -13,6 +13,7 @@ import deepspeed
 from deepspeed.errors import UsageError
 from deepspeed.runtime.zero.tiling import TiledLinear, TiledLinearReturnBias, split_sizes
 from tests.harness import run_ranks
+from tests.zero.squares import train_plain, train_sharded
 
 IN, OUT = 13, 33  # neither divides by the numbers of tiles below
 
@@ -116,32 +117,16 @@ def sharded(hpz: int) -> dict[str, Any]:
             copied.load_state_dict(large.state_dict())
         tiled = TiledLinear(IN, OUT, in_splits=2, out_splits=3, init_linear=copied)
     assert all(hasattr(p, "ds_id") for p in tiled.parameters())
-    optimizer = torch.optim.SGD(tiled.parameters(), lr=0.1)
-    engine, _, _, _ = deepspeed.initialize(model=tiled, optimizer=optimizer, config=config)
-    x = torch.randn(4, 3, IN, generator=torch.Generator().manual_seed(3))
-    losses = []
-    for _ in range(3):
-        loss = engine(x[engine.global_rank]).square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    engine.destroy()
-    return {"losses": losses}
+    return {"losses": train_sharded(tiled, config, _parts())}
+
+
+def _parts() -> torch.Tensor:
+    return torch.randn(4, 3, IN, generator=torch.Generator().manual_seed(3))
 
 
 def plain() -> list[list[float]]:
     torch.manual_seed(7)
-    large = nn.Linear(IN, OUT)
-    optimizer = torch.optim.SGD(large.parameters(), lr=0.1)
-    x = torch.randn(4, 3, IN, generator=torch.Generator().manual_seed(3))
-    seen = []
-    for _ in range(3):
-        losses = [large(part).square().mean() for part in x]
-        seen.append([loss.item() for loss in losses])
-        optimizer.zero_grad()
-        torch.stack(losses).mean().backward()
-        optimizer.step()
-    return seen
+    return train_plain(nn.Linear(IN, OUT), _parts())
 
 
 @pytest.mark.parametrize("hpz", [1, 2])
