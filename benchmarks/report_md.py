@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,10 @@ def about(found: dict[str, Any]) -> str:
     )
 
 
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
 def _memory(row: dict[str, Any]) -> float:
     return float(row["allocated"] or row.get("cpu_peak", 0))
 
@@ -67,9 +72,9 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
 def table(results: list[dict[str, Any]]) -> str:
     """All works as one Markdown table, and a line for each disagreement of losses."""
     right = [not name.startswith(("work", "variant")) for name in COLUMNS]
-    lines = ["| " + " | ".join(COLUMNS) + " |", "| " + " | ".join("---:" if r else "---" for r in right) + " |"]
+    lines = [_line(COLUMNS), _line("---:" if r else "---" for r in right)]
     for result in results:
-        lines += ["| " + " | ".join(cells) + " |" for cells in rows(result)]
+        lines += [_line(cells) for cells in rows(result)]
     problems = [f"Losses disagree: {result['work']['name']}: {p}" for result in results for p in result["disagree"]]
     return "\n".join([*lines, *(["", *problems] if problems else [])])
 
@@ -82,8 +87,7 @@ def hiding(results: list[dict[str, Any]]) -> str:
             seen = row.get("trace")
             if seen:
                 figures = [f"{seen[key]:.1f}" for key in ("window", "compute", "comm", "exposed", "idle")]
-                cells = [result["work"]["name"], name, *figures, f"{seen['hidden']:.0%}"]
-                lines.append("| " + " | ".join(cells) + " |")
+                lines.append(_line([result["work"]["name"], name, *figures, f"{seen['hidden']:.0%}"]))
     if not lines:
         return ""
     head = [
@@ -109,7 +113,7 @@ def verdicts(results: list[dict[str, Any]]) -> str:
                 continue
             found = ours["step_ms"] / row["step_ms"] if key == "step" else _memory(ours) / _memory(row)
             cells.append(f"{found:.3f} (at most {goal:g}): {'holds' if found <= goal else '**does not hold**'}")
-        lines.append(f"| {result['work']['name']} | " + " | ".join(cells) + " |")
+        lines.append(_line([result["work"]["name"], *cells]))
     if not lines:
         return ""
     head = ["| work | step / FSDP2 | step / upstream | memory / FSDP2 |", "| --- | --- | --- | --- |"]
