@@ -14,6 +14,7 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.errors import ConfigConflictError, NotSupportedError, UsageError
+from deepspeed.not_built import not_built
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import COMPILED, DeepSpeedEngine
 from deepspeed.runtime.engine_parts.build import OptimizerLike
@@ -95,6 +96,11 @@ def _find_config(args: Any, config: Any, config_params: Any) -> Any:
             "deepspeed.initialize: a configuration is needed: config=<dict or path>, or --deepspeed_config"
         )
     return config
+
+
+tp_model_init = not_built(
+    "deepspeed.tp_model_init", "tensor parallelism", "shard with ZeRO stage 3 and leave out tp_size and autotp_size"
+)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

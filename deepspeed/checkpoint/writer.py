@@ -59,15 +59,15 @@ class Node:
 class SaveRequest:
     """One save as this rank sees it.
 
-    ``files``: (file name, builder of its content) of this rank, in the order to write.  ``scripts``: (name, text) of
-    helper programs that belong beside the tags.
+    ``files``: (file name, builder of its content) of this rank, in the order to write.  ``scripts``: puts the helper
+    programs that belong beside the tags into a folder; called once a tag is in place, by the rank that puts it there.
     """
 
     folder: Path
     tag: str
     files: Sequence[tuple[str, Callable[[], Any]]]
+    scripts: Callable[[Path], None]
     save_latest: bool = True
-    scripts: Sequence[tuple[str, bytes]] = ()
     writer: str = ""
 
 
@@ -206,15 +206,6 @@ def _put_bytes(storage: Storage, path: Path, data: bytes) -> None:
     storage.sync_dir(path.parent)
 
 
-def _put_script(storage: Storage, path: Path, text: bytes) -> None:
-    """Put a helper program in place; the checkpoint does not depend on it, so nothing is synced."""
-    temporary = path.parent / f".{path.name}.{new_nonce()}.tmp"
-    with storage.open_new(temporary) as handle:
-        handle.write(text)
-    storage.make_executable(temporary)
-    storage.replace(temporary, path)
-
-
 def _ignore(_: object) -> None:
     return None
 
@@ -232,10 +223,7 @@ def _publish(storage: Storage, staging: Path, request: SaveRequest, manifest: Ma
             if not _exchanged(storage, staging, target, manifest):
                 _overwrite(storage, staging, target, manifest)
     storage.sync_dir(request.folder)
-    for name, text in request.scripts:
-        path = request.folder / name
-        if not (path.is_file() and not path.is_symlink() and path.read_bytes() == text):
-            _put_script(storage, path, text)
+    request.scripts(request.folder)
 
 
 def _exchanged(storage: Storage, staging: Path, target: Path, manifest: Manifest) -> bool:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`deepspeed.utils`: the names that users import from here, each loaded when it is first asked for.
-
-There is deliberately no `is_initialized` here: clients probe for it and take its absence as "plain deepspeed".
-"""
+"""`deepspeed.utils`: the names that users import from here, each loaded when it is first asked for."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed.lazy import submodules
 
 if TYPE_CHECKING:
+    from deepspeed.comm import is_initialized as is_initialized
     from deepspeed.runtime.dataloader import RepeatingLoader as RepeatingLoader
     from deepspeed.utils import groups as groups
     from deepspeed.utils.logging import log_dist as log_dist
@@ -28,6 +26,7 @@ _LOGGING = "deepspeed.utils.logging"
 _HOME = {
     "RepeatingLoader": "deepspeed.runtime.dataloader",
     "groups": "deepspeed.utils",
+    "is_initialized": "deepspeed.comm",
     "LoggerFactory": _LOGGING,
     "log_dist": _LOGGING,
     "logger": _LOGGING,

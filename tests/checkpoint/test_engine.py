@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
+from deepspeed.checkpoint.serialization import load_file
 from deepspeed.checkpoint.universal import convert
-from deepspeed.errors import CheckpointMismatch
+from deepspeed.errors import CheckpointError, CheckpointMismatch
 from deepspeed.utils import zero_to_fp32
 from tests.checkpoint import golden_model as gm
 from tests.checkpoint import real
@@ -179,6 +180,53 @@ def _module_only(folder: str, zero: dict[str, Any]) -> list[float]:
 def test_weights_set_under_gather_are_saved(tmp_path: Path) -> None:
     """V2, report 24: trained and frozen weights rewritten through a gather are what a fresh engine loads."""
     ranks(_rewrite, 2, str(tmp_path))
+
+
+def test_converters_put_elsewhere_by_the_client(tmp_path: Path) -> None:
+    """xtuner replaces `_copy_recovery_script` of the class: a save calls it once, and fails everywhere if it fails."""
+    ranks(_replaced_script, 2, str(tmp_path))
+
+
+def _replaced_script(folder: str) -> None:
+    def copy(self: Any, save_path: str) -> None:
+        calls.append(save_path)
+        target = Path(save_path) / "mine.py"
+        target.write_text("print(7)")
+        self._change_recovery_script_permissions(target)
+
+    def fail(self: Any, save_path: str) -> None:
+        raise OSError("the script store is away")
+
+    calls: list[Any] = []
+    eng = real.engine()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deepspeed.DeepSpeedEngine, "_copy_recovery_script", copy)
+        eng.save_checkpoint(folder)
+        assert calls == ([Path(folder)] if dist.get_rank() == 0 else [])
+        patch.setattr(deepspeed.DeepSpeedEngine, "_copy_recovery_script", fail)
+        with pytest.raises(CheckpointError, match="rank 0.*the script store is away"):
+            eng.save_checkpoint(folder, tag="second")
+    script = Path(folder) / "mine.py"
+    assert script.stat().st_mode & 0o100 and not (Path(folder) / "zero_to_fp32.py").exists()
+    eng.save_checkpoint(folder)
+    assert (Path(folder) / "zero_to_fp32.py").stat().st_mode & 0o100
+
+
+def test_keys_by_their_constants(tmp_path: Path) -> None:
+    """A converter of others that reads the files by `deepspeed.checkpoint.constants` finds what it asks for."""
+    ranks(_keys, 2, str(tmp_path))
+
+
+def _keys(folder: str) -> None:
+    from deepspeed.checkpoint import constants as keys
+
+    real.engine("bf16_groups").save_checkpoint(folder, tag="t")
+    model, optim = (load_file(next(Path(folder, "t").glob(f"*_{kind}_states.pt"))) for kind in ("model", "optim"))
+    for key in ("BUFFER_NAMES", "PARAM_SHAPES", "FROZEN_PARAM_SHAPES", "FROZEN_PARAM_FRAGMENTS", "DS_VERSION"):
+        assert getattr(keys, key) in model
+    assert keys.DS_VERSION in optim
+    inner = optim[keys.OPTIMIZER_STATE_DICT]
+    assert int(inner[keys.ZERO_STAGE]) == 3 and inner[keys.PARTITION_COUNT] == 2 and inner[keys.FP32_FLAT_GROUPS]
 
 
 def _rewrite(folder: str) -> None:

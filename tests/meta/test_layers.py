@@ -18,6 +18,7 @@ LAYERS = ("pure", "wire", "core", "glue", "face")
 LAYER_OF = {
     # pure: the standard library and each other
     "deepspeed.errors": "pure",
+    "deepspeed.not_built": "pure",
     "deepspeed.lazy": "pure",
     "deepspeed.version": "pure",
     "deepspeed.utils.logging": "pure",
@@ -58,6 +59,7 @@ LAYER_OF = {
     "deepspeed.runtime.lr_schedules": "core",
     "deepspeed.runtime.fp16": "core",
     "deepspeed.ops": "core",
+    "deepspeed.elasticity": "core",
     "deepspeed.monitor": "core",
     # glue: hooks on users' modules, engine parts
     "deepspeed.runtime.zero.core.hooks": "glue",
@@ -66,6 +68,7 @@ LAYER_OF = {
     "deepspeed.runtime.zero": "glue",
     "deepspeed.runtime.activation_checkpointing": "glue",
     "deepspeed.runtime.checkpoint_engine": "glue",
+    "deepspeed.module_inject": "glue",
     "deepspeed.profiling": "glue",
     # face: the names that users import
     "deepspeed": "face",

@@ -8,24 +8,27 @@ import importlib
 import inspect
 
 import pytest
+import torch
 
 FROZEN = {
     "deepspeed": """
         DeepSpeedConfig DeepSpeedConfigError DeepSpeedEngine DeepSpeedOptimizer OnDevice __version__ accelerator
-        add_config_arguments checkpoint checkpointing comm dist errors get_accelerator git_version_info
-        init_distributed initialize launcher log_dist logger monitor ops profiling runtime utils version zero
+        add_config_arguments checkpoint checkpointing comm dist elasticity errors get_accelerator git_version_info
+        init_distributed initialize launcher log_dist logger module_inject monitor ops profiling runtime tp_model_init
+        utils version zero
     """,
     "deepspeed.zero": """
         DeepSpeedZeRoOffload GatheredParameters Init TiledLinear TiledLinearReturnBias ZeroParamStatus ZeroParamType
         register_external_parameter unregister_external_parameter unwrap_model_for_generation
     """,
     "deepspeed.utils": """
-        LoggerFactory RepeatingLoader get_z3_leaf_modules groups log_dist logger print_dist safe_get_full_fp32_param
-        safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad
-        safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state
-        safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state
-        safe_update_full_grad_vectorized set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name
-        set_z3_leaf_modules_by_suffix unset_z3_leaf_modules warning_once z3_leaf_module z3_leaf_parameter
+        LoggerFactory RepeatingLoader get_z3_leaf_modules groups is_initialized log_dist logger print_dist
+        safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param
+        safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad
+        safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad
+        safe_set_local_optimizer_state safe_update_full_grad_vectorized set_z3_leaf_module set_z3_leaf_modules
+        set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules warning_once
+        z3_leaf_module z3_leaf_parameter
     """,
     "deepspeed.comm": """
         ProcessGroup ReduceOp TORCH_DISTRIBUTED_DEFAULT_PORT all_gather all_gather_coalesced all_gather_into_tensor
@@ -39,11 +42,17 @@ FROZEN = {
 
 # Paths that clients import from, beyond the four modules above.
 ELSEWHERE = {
+    "deepspeed.checkpoint.constants": (
+        "BUFFER_NAMES DS_VERSION FP32_FLAT_GROUPS FROZEN_PARAM_FRAGMENTS FROZEN_PARAM_SHAPES OPTIMIZER_STATE_DICT "
+        "PARAM_SHAPES PARTITION_COUNT SINGLE_PARTITION_OF_FP32_GROUPS ZERO_STAGE"
+    ),
     "deepspeed.checkpoint.utils": "clone_tensors_for_torch_save",
+    "deepspeed.elasticity": "compute_elastic_config",
     "deepspeed.git_version_info": "version torch_info installed_ops accelerator_name",
     "deepspeed.launcher.runner": (
         "DEEPSPEED_ENVIRONMENT_NAME DLTS_HOSTFILE EXPORT_ENVS fetch_hostfile main parse_inclusion_exclusion"
     ),
+    "deepspeed.module_inject.layers": "GatherReplacedLayerParams",
     "deepspeed.ops.adagrad": "DeepSpeedCPUAdagrad",
     "deepspeed.ops.adam": "DeepSpeedCPUAdam FusedAdam",
     "deepspeed.ops.aio": "AsyncIOBuilder",
@@ -65,7 +74,8 @@ ELSEWHERE = {
     "deepspeed.runtime.zero.offload_config": "OffloadDeviceEnum OffloadStateTypeEnum",
     "deepspeed.runtime.zero.parameter_offload": "DeepSpeedZeRoOffload",
     "deepspeed.runtime.zero.partition_parameters": (
-        "GatheredParameters Init ZeroParamStatus register_external_parameter unregister_external_parameter"
+        "GatheredParameters Init ZeroParamStatus get_accelerator register_external_parameter "
+        "unregister_external_parameter zero_wrapper_for_fp_tensor_constructor _orig_torch_arange"
     ),
     "deepspeed.runtime.zero.stage3": "DeepSpeedZeroOptimizer_Stage3",
     "deepspeed.utils.logging": "log_dist logger print_dist",
@@ -112,8 +122,17 @@ def test_initialize_keeps_its_order() -> None:
     assert list(inspect.signature(deepspeed.initialize).parameters) == INITIALIZE.split()
 
 
-def test_what_must_be_absent() -> None:
-    import deepspeed.utils
+def test_what_is_not_built_says_so_when_it_is_used() -> None:
+    import deepspeed
 
-    with pytest.raises(AttributeError):
-        _ = deepspeed.utils.is_initialized
+    with pytest.raises(NotImplementedError, match="deepspeed.tp_model_init: tensor parallelism is not part of this"):
+        deepspeed.tp_model_init(model=None, tp_size=2)
+    weight = torch.nn.Parameter(torch.ones(2))
+    with deepspeed.module_inject.layers.GatherReplacedLayerParams([weight], torch.nn.Module(), enabled=True):
+        assert torch.equal(weight, torch.ones(2))
+
+
+def test_initialised_means_that_comm_is() -> None:
+    import deepspeed
+
+    assert deepspeed.utils.is_initialized is deepspeed.comm.is_initialized

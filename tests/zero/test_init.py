@@ -8,6 +8,7 @@ what they are.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.errors import NotSupportedError
+from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from tests.dist.support import assert_tensors, full_params, initialize, settings, train
 from tests.harness import models, reference
@@ -123,6 +125,42 @@ def dtypes_and_factories() -> None:
     assert torch.get_default_dtype() == before
 
 
+class Positions(nn.Module):
+    """Tables of rotary positions, as models compute them, and a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("explicit", torch.arange(0, 300, 1, dtype=torch.float32))
+        self.register_buffer("computed", 1.0 / 10000 ** (torch.arange(0, 16, 2, dtype=torch.int64).float() / 16))
+        self.register_buffer("default", torch.arange(0.0, 4.0), persistent=False)
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight.float() * x).sum()
+
+
+def tables_of_positions(kind: str, dtype: torch.dtype, swapped: bool) -> None:
+    wrapper = partition_parameters.zero_wrapper_for_fp_tensor_constructor
+    wanted = Positions()
+    if swapped:  # as transformers does around from_pretrained
+
+        def keep_arange(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+            return fn if fn is partition_parameters._orig_torch_arange else wrapper(fn, *args, **kwargs)
+
+        partition_parameters.zero_wrapper_for_fp_tensor_constructor = keep_arange
+    try:
+        with Init(config_dict_or_path=settings(**{kind: {"enabled": True}})):
+            model = Positions()
+    finally:
+        partition_parameters.zero_wrapper_for_fp_tensor_constructor = wrapper
+    engine = initialize(model, settings(**{kind: {"enabled": True}}))
+    for module in (model, engine.module):
+        for name in ("explicit", "computed"):
+            assert_tensors({name: getattr(module, name)}, {name: getattr(wanted, name)})
+            assert getattr(module, name).dtype == torch.float32, f"{name}: an explicit dtype is nobody's to change"
+        assert module.default.dtype == dtype and module.weight.dtype == dtype
+
+
 def apply_gathers() -> None:
     def draw(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
@@ -199,6 +237,22 @@ def build_first() -> nn.Module:
 )
 def test_semantics(work: Any) -> None:
     run_ranks(work, 2)
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["alone", "client's wrapper"])
+@pytest.mark.parametrize(("kind", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_tables_of_positions_keep_their_dtype(kind: str, dtype: torch.dtype, swapped: bool) -> None:
+    run_ranks(tables_of_positions, 2, kind, dtype, swapped)
+
+
+def test_the_wrapper_of_constructors_keeps_an_explicit_dtype() -> None:
+    wrap = partition_parameters.zero_wrapper_for_fp_tensor_constructor
+    arange = wrap(partition_parameters._orig_torch_arange, torch.bfloat16, torch.device("cpu"))
+    assert arange(0.0, 4.0).dtype == torch.bfloat16 and arange(300).dtype == torch.int64
+    assert arange(300, dtype=torch.float32).dtype == torch.float32
+    assert wrap(torch.zeros, torch.float16, target_device=torch.device("meta"))(3).device.type == "meta"
+    for name in ("arange", "empty", "eye", "full", "ones", "randn", "tensor", "zeros"):
+        assert getattr(partition_parameters, f"_orig_torch_{name}") is getattr(torch, name)
 
 
 def test_apply_gathers_and_keeps_rank_0() -> None:

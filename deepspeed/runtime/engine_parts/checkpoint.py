@@ -27,7 +27,7 @@ from deepspeed.checkpoint.control import Control, default_timeout
 from deepspeed.checkpoint.export import write_state_dict
 from deepspeed.checkpoint.loading import Loaded, find, open_source
 from deepspeed.checkpoint.reshard import build_state
-from deepspeed.checkpoint.scripts import converter_scripts
+from deepspeed.checkpoint.scripts import put_converters
 from deepspeed.checkpoint.serialization import unsafe_globals
 from deepspeed.checkpoint.state import Zero3State
 from deepspeed.checkpoint.store import Storage
@@ -107,14 +107,25 @@ class CheckpointMixin:
                 (model, lambda: self._model_states(state(), user, exclude_frozen_parameters)),
                 (optim, lambda: optim_states(state(), ds_config=self._config.raw, version=__version__)),
             ],
+            scripts=self._copy_recovery_script,
             save_latest=save_latest,
-            scripts=converter_scripts(),
             writer=f"deepspeed {__version__}",
         )
         save_tag(control, self.checkpoint_storage, request, self._node(), nonce)
         if user and self.global_rank == 0:
             self._warn_if_unsafe(folder / name / model)
         return True
+
+    def _copy_recovery_script(self, save_path: str | os.PathLike[str]) -> None:
+        """Put the converter programs into the folder of the tags; called on one rank as part of a save.
+
+        Clients replace this method to put them elsewhere; an error in it fails the save on every rank.
+        """
+        put_converters(self.checkpoint_storage, Path(save_path))
+
+    def _change_recovery_script_permissions(self, script: str | os.PathLike[str]) -> None:
+        """Make a converter program executable, as far as the umask allows."""
+        self.checkpoint_storage.make_executable(Path(script))
 
     def _exported(self) -> Zero3State:
         state: Zero3State = self.optimizer.export_state()
