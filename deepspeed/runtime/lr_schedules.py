@@ -7,8 +7,9 @@ What must hold:
   first `step()`.
 - `rewind()` undoes the last `step()` exactly; the engine calls it where an optimizer step turns out to be skipped.
 
-The formulas are given at each class; i is the iteration, n the effective warm-up, which is max(2, warmup_num_steps)
-so that 0, which integrations fill in where the user asked for none, is accepted.
+The formulas are given at each class; i is the iteration, n the effective warm-up: max(2, warmup_num_steps), or 0 for
+a warmup_num_steps of 0, which integrations fill in where the user asked for none. Without a warm-up iteration -1 has
+the rate that follows a warm-up, so no step is taken at the rate that a warm-up begins with.
 """
 
 from __future__ import annotations
@@ -266,7 +267,8 @@ class WarmupLR(_Schedule):
 
     def get_lr(self) -> list[float]:
         """See the class."""
-        factor = 0.0 if self.last_batch_iteration < 0 else self._factor(self.last_batch_iteration)
+        before_warmup = self.last_batch_iteration < 0 < self.warmup_num_steps
+        factor = 0.0 if before_warmup else self._factor(max(0, self.last_batch_iteration))
         return [low + (high - low) * factor for low, high in zip(self.min_lr, self.max_lr, strict=True)]
 
     def _factor(self, iteration: int) -> float:
@@ -306,7 +308,7 @@ class WarmupCosineLR(_Schedule):
 
     ratio(i) = min_ratio + (1 - min_ratio) * g(i) for i < n, with g as in `WarmupLR`; from i = n on
     cos_min + (1 - cos_min) * (1 + cos(pi * p)) / 2 with p = min(1, (i - n + 1) / max(1, total - n)).
-    The construction writes a rate of 0.
+    The ratio after construction is 0, or 1 without a warm-up.
     """
 
     def __init__(
@@ -337,9 +339,9 @@ class WarmupCosineLR(_Schedule):
     def get_lr_ratio(self) -> float:
         """The factor on each group's own rate at the current iteration."""
         iteration, warmup = self.last_batch_iteration, self.warmup_num_steps
-        if iteration < 0:
+        if iteration < 0 < warmup:
             return 0.0
-        if iteration < warmup:
+        if 0 <= iteration < warmup:
             factor = _warmup_factor(iteration, warmup, self.warmup_type)
             return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * factor
         progress = min(1.0, (iteration - warmup + 1) / max(1, self.total_num_steps - warmup))
@@ -397,7 +399,8 @@ def _count(name: str, value: Any, least: int = 0) -> int:
 
 
 def _warmup_steps(value: Any) -> int:
-    return max(2, _count("warmup_num_steps", value))
+    count = _count("warmup_num_steps", value)
+    return max(2, count) if count else 0
 
 
 def _warmup_type(value: str) -> str:

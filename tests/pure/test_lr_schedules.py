@@ -100,7 +100,7 @@ def test_rates_are_the_known_ones(name, params, expected):
 
 
 @pytest.mark.parametrize("kind", ["log", "linear"])
-@pytest.mark.parametrize("warmup", [0, 1, 2, 5, 10.0])
+@pytest.mark.parametrize("warmup", [1, 2, 5, 10.0])
 def test_warmup_against_its_formula(kind, warmup):
     steps = max(2, int(warmup))
     _, _, seen = run("WarmupLR", 14, (0.3, 0.5), warmup_num_steps=warmup, warmup_type=kind, warmup_min_lr=[0.1, 0.2])
@@ -111,9 +111,18 @@ def test_warmup_against_its_formula(kind, warmup):
 
 
 def test_no_warmup_is_accepted_everywhere():
-    for name, params in (("WarmupLR", {}), ("WarmupDecayLR", {"total_num_steps": 9}), ("WarmupCosineLR", DECAY)):
-        _, _, seen = run(name, 3, **{**params, "warmup_num_steps": 0})
-        assert seen == run(name, 3, **{**params, "warmup_num_steps": 2})[2]
+    """What the Trainer of an older transformers fills in: the first step is taken at the full rate already."""
+
+    def rates(name: str, steps: int, **params):
+        return [groups[0] for groups in run(name, steps, **params)[2]]
+
+    for kind in ("log", "linear"):
+        none = {"warmup_num_steps": 0, "warmup_type": kind}
+        assert rates("WarmupLR", 3, **none) == [0.1] * 4
+        decayed = [0.1, 0.1, 0.1 * 7 / 8, 0.1 * 6 / 8]
+        assert rates("WarmupDecayLR", 3, total_num_steps=8, warmup_max_lr=0.1, **none) == pytest.approx(decayed)
+        cosine = [0.1 * (0.2 + 0.8 * (1 + math.cos(math.pi * i / 4)) / 2) for i in (0, 1, 2, 3, 4, 4)]
+        assert rates("WarmupCosineLR", 5, total_num_steps=4, cos_min_ratio=0.2, **none) == pytest.approx(cosine)
 
 
 def test_groups_keep_their_own_rates():
