@@ -1,12 +1,17 @@
 # `make test` and `make demo` do all of their own set-up: they need python3 (3.10 or newer, with venv) and make, and
 # an index to install from. The second run finds the environment ready and starts at once.
+#   CLIENTS=clients-oldest  another set of transformers, accelerate and so on (the extras of pyproject.toml), in an
+#                       environment of its own: `make demo CLIENTS=clients-oldest`
 #   PYTHON=python3.12   another interpreter for the environment
 #   PYTEST_ARGS='-k x'  further arguments for pytest
 #   TIER='slow'         other tests than the quick ones; `make test-all` runs both tiers
 #   TORCH='torch>=2.11' another torch than the one chosen below
 
 PYTHON ?= python3
-VENV := .venv
+CLIENTS ?= clients
+VENV := .venv$(patsubst clients%,%,$(CLIENTS))
+comma := ,
+DEMO := demo$(if $(filter-out clients,$(CLIENTS)),$(comma)$(CLIENTS))
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 TIER ?= not slow
@@ -20,7 +25,7 @@ VENV_FLAGS := $(if $(HAS_GPU),$(shell $(PYTHON) -c 'import torch' 2>/dev/null &&
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: test test-all demo lint types unit multihost-tools clean
+.PHONY: test test-all test-oldest test-newest demo lint types unit multihost-tools clean
 
 test: lint types unit
 
@@ -36,6 +41,20 @@ unit: $(VENV)/ready
 # Everything, slow tests too: soak runs, every client with and without hpZ, every backend of the launcher.
 test-all:
 	$(MAKE) test TIER="slow or not slow"
+
+# The tests that run clients, with the oldest set of them that is promised; `make test` has the newest of the range.
+test-oldest:
+	$(MAKE) integration CLIENTS=clients-oldest
+
+# The same with whatever is newest today, torch included; it prints the versions.
+test-newest:
+	rm -rf .venv-newest
+	$(MAKE) integration CLIENTS=clients-newest TORCH=torch
+
+.PHONY: integration
+integration: $(VENV)/ready
+	@$(BIN)/python -m pip list | grep -Ei '^(torch|transformers|accelerate|peft|trl|lightning) '
+	$(MAKE) unit PYTEST_ARGS="tests/clients tests/integration $(PYTEST_ARGS)"
 
 demo: $(VENV)/ready-demo
 	$(BIN)/python examples/finetune_demo.py
@@ -58,12 +77,12 @@ $(VENV)/torch: $(BIN)/python
 	@touch $@
 
 $(VENV)/ready: $(VENV)/torch pyproject.toml setup.py deepspeed/version.py
-	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	$(BIN)/python -m pip install --quiet --editable ".[tools,$(CLIENTS)]"
 	@touch $@
 
 $(VENV)/ready-demo: $(VENV)/torch pyproject.toml setup.py deepspeed/version.py
-	$(BIN)/python -m pip install --quiet --editable ".[demo]"
+	$(BIN)/python -m pip install --quiet --editable ".[$(DEMO)]"
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-* build *.egg-info .mypy_cache .ruff_cache .pytest_cache
