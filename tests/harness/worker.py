@@ -60,6 +60,8 @@ def _set_up(job: Job) -> None:
             world_size=job.world_size,
             timeout=datetime.timedelta(seconds=job.group_timeout),
         )
+        # a rank whose job ends at once would hang up while the others still connect to it
+        torch.distributed.barrier()
 
 
 def _tear_down() -> None:
