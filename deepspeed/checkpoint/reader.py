@@ -17,6 +17,7 @@ from deepspeed.checkpoint.folder import TagFolder
 from deepspeed.checkpoint.reshard import StateValue, pieces
 from deepspeed.checkpoint.serialization import load_file
 from deepspeed.checkpoint.state import SubGroupState, shard_numel
+from deepspeed.checkpoint.zero3_format import OWN_SCALARS
 from deepspeed.errors import CheckpointCorrupt, CheckpointMismatch
 
 __all__ = ["Layout", "Location", "ZeroSource", "check_optim", "parse_layout"]
@@ -195,6 +196,11 @@ class ZeroSource:
             if not isinstance(held, torch.Tensor) or held.numel() != need:
                 raise CheckpointCorrupt(f"{self.where}: rank {rank} lacks its {need} elements of frozen {name}")
 
+    @property
+    def own_scalars(self) -> Mapping[str, dict[str, Any] | None]:
+        found: Mapping[str, dict[str, Any] | None] = self.optim(self._home).get(OWN_SCALARS) or {}
+        return found
+
     def mapped_group(self, names: Sequence[str], world_size: int, rank: int) -> SubGroupState | None:
         index = self._group_of.get(tuple(names))
         if index is None or world_size != self.layout.world_size:
@@ -204,7 +210,8 @@ class ZeroSource:
             return None
         state = self.optim(rank)["optimizer_state_dict"]["state"].get(index, {})
         shapes = [self.layout.locations[name].shape for name in names]
-        return SubGroupState(0, list(names), shapes, fp32.view(-1), dict(state))
+        own = {name: self.own_scalars[name] for name in names if name in self.own_scalars}
+        return SubGroupState(0, list(names), shapes, fp32.view(-1), dict(state), own)
 
     def mapped_frozen(self, name: str, world_size: int, rank: int) -> torch.Tensor | None:
         if world_size != self.layout.world_size or name not in self.layout.frozen:

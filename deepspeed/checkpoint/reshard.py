@@ -66,6 +66,10 @@ class Source(Protocol):
     def buffers(self) -> Mapping[str, torch.Tensor]: ...
 
     @property
+    def own_scalars(self) -> Mapping[str, dict[str, Any] | None]:
+        """Single values of those parameters that do not share their group's: see `SubGroupState`."""
+
+    @property
     def loss_scaler(self) -> object | None: ...
 
     @property
@@ -209,6 +213,9 @@ def _shown(names: Sequence[str]) -> str:
 
 def _check_optimizer(template: Zero3State, source: Source, plan: _Plan) -> None:
     remedy = "load_optimizer_states=False loads the weights alone"
+    for name, values in source.own_scalars.items():
+        if values is not None and not (isinstance(values, Mapping) and all(map(_is_single, values.values()))):
+            raise CheckpointMismatch(f"{source.where}: own scalars of {name} are no numbers: {values!r}; {remedy}")
     for group in template.sub_groups:
         held = [plan.stored[name] for name in group.names if plan.stored[name] is not None]
         frozen = [name for name in held if name not in source.trainable]
@@ -218,6 +225,7 @@ def _check_optimizer(template: Zero3State, source: Source, plan: _Plan) -> None:
                 f"saved; {remedy}"
             )
         keys = {tuple(sorted({*arrays, *single})) for arrays, single in (source.state_keys(str(n)) for n in held)}
+        keys.discard(())  # of a sub-group that was never stepped, because no rank used it
         if len(keys) > 1:
             raise CheckpointMismatch(f"{source.where}: parameters of one sub-group differ in optimizer state: {keys}")
         ours = {key for key in group.state if key != "step"}
@@ -226,6 +234,10 @@ def _check_optimizer(template: Zero3State, source: Source, plan: _Plan) -> None:
             raise CheckpointMismatch(
                 f"{source.where} holds optimizer state {sorted(theirs)}, this optimizer has {sorted(ours)}; {remedy}"
             )
+
+
+def _is_single(value: object) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0)
 
 
 def _hyper_parameters(template: Zero3State, source: Source, plan: _Plan) -> list[dict[str, Any]]:
@@ -263,16 +275,20 @@ class _Groups(Sequence[SubGroupState]):
         held = [name for name in names if name is not None]
         mapped = self._source.mapped_group(held, world, rank) if len(held) == len(names) else None
         if mapped is not None:
-            state = mapped.state if self._with_optimizer else {}
-            return SubGroupState(own.param_group, list(own.names), list(own.shapes), mapped.fp32, state)
+            state, scalars = (mapped.state, mapped.own_scalars) if self._with_optimizer else ({}, {})
+            scalars = {mine: scalars[name] for mine, name in zip(own.names, held, strict=True) if name in scalars}
+            return SubGroupState(own.param_group, list(own.names), list(own.shapes), mapped.fp32, state, scalars)
         return self._resliced(own, names)
 
     def _resliced(self, own: SubGroupState, names: Sequence[str | None]) -> SubGroupState:
         world, rank = self._template.world_size, self._template.rank
         sizes = [shard_numel(shape.numel(), world) for shape in own.shapes]
         fp32 = torch.zeros(sum(sizes), dtype=torch.float32)
-        first = next((name for name in names if name is not None), None)
-        arrays, single = self._source.state_keys(first) if self._with_optimizer and first is not None else ({}, {})
+        scalars = {name: self._scalars(name) for name in names if name is not None and self._with_optimizer}
+        stepped = [name for name, values in scalars.items() if values is not None]
+        shared = [name for name in stepped if name not in self._source.own_scalars]
+        first = next(iter(shared or stepped), None)
+        arrays, single = self._source.state_keys(first) if first is not None else ({}, {})
         state: dict[str, StateValue] = {key: torch.zeros(fp32.numel(), dtype=dtype) for key, dtype in arrays.items()}
         offset = 0
         for name, size in zip(names, sizes, strict=True):
@@ -286,12 +302,27 @@ class _Groups(Sequence[SubGroupState]):
                 target, present = state[key], own.state.get(key)
                 assert isinstance(target, torch.Tensor)
                 if name is not None:
-                    self._source.read_state(name, key, world, rank, target[span])
+                    if scalars[name] is not None:
+                        self._source.read_state(name, key, world, rank, target[span])
                 elif isinstance(present, torch.Tensor):
                     target[span] = present[span].to("cpu", target.dtype)
-        if self._with_optimizer and first is None:
+        if self._with_optimizer and not any(names):
             state = dict(own.state)
-        return SubGroupState(own.param_group, list(own.names), list(own.shapes), fp32, {**state, **single})
+        apart = dict(own.own_scalars) if self._with_optimizer else {}
+        for mine, name in zip(own.names, names, strict=True):
+            if name in scalars:
+                apart.pop(mine, None)
+                if first is not None and scalars[name] != single:
+                    apart[mine] = scalars[name]
+        return SubGroupState(own.param_group, list(own.names), list(own.shapes), fp32, {**state, **single}, apart)
+
+    def _scalars(self, name: str) -> dict[str, Any] | None:
+        """The single values of a parameter's optimizer state; None where it was never stepped."""
+        own = self._source.own_scalars
+        if name in own:
+            return own[name]
+        arrays, single = self._source.state_keys(name)
+        return single if arrays or single else None
 
 
 class _Frozen(Mapping[str, tuple[torch.Size, torch.Tensor]]):

@@ -32,6 +32,8 @@ class SubGroupState:
     ``fp32``: 1-D fp32 master, the concatenation of this rank's shards of ``names`` in order, no gaps.
     ``state``: optimizer state by name; 1-D tensors as long as ``fp32``, 0-d tensors or plain numbers (``step``).
     Empty where the optimizer has not made state yet.
+    ``own_scalars``: by name, the 0-d tensors and numbers of ``state`` for parameters that missed steps, because no rank
+    used them; None for one that was never stepped.
     """
 
     param_group: int
@@ -39,6 +41,7 @@ class SubGroupState:
     shapes: list[torch.Size]
     fp32: torch.Tensor
     state: dict[str, torch.Tensor | float | int] = field(default_factory=dict)
+    own_scalars: dict[str, dict[str, Any] | None] = field(default_factory=dict)
 
 
 @dataclass

@@ -28,7 +28,7 @@ from deepspeed.checkpoint.serialization import exact, load_file, save_file
 from deepspeed.checkpoint.state import SubGroupState
 from deepspeed.checkpoint.store import Storage, safe_component
 from deepspeed.checkpoint.writer import new_nonce
-from deepspeed.checkpoint.zero3_format import LATEST_UNIVERSAL, rank_of, shard_names
+from deepspeed.checkpoint.zero3_format import LATEST_UNIVERSAL, OWN_SCALARS, rank_of, shard_names
 from deepspeed.errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch
 
 __all__ = ["UniversalSource", "convert", "is_universal"]
@@ -74,6 +74,7 @@ class UniversalSource:
         self.loss_scaler: object | None = self._common.get("loss_scaler")
         self.dynamic_loss_scale = bool(self._common.get("dynamic_loss_scale", False))
         self.overflow = bool(self._common.get("overflow", False))
+        self.own_scalars: Mapping[str, dict[str, Any] | None] = self._common.get(OWN_SCALARS) or {}
         self._fragments: dict[int, Mapping[str, torch.Tensor]] = {}
 
     def _tensor(self, name: str, key: str) -> torch.Tensor:

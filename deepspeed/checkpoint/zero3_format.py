@@ -26,6 +26,7 @@ __all__ = [
     "INTERNAL_KEYS",
     "LATEST",
     "LATEST_UNIVERSAL",
+    "OWN_SCALARS",
     "STRUCTURAL_KEYS",
     "is_shard_name",
     "model_file",
@@ -38,6 +39,8 @@ __all__ = [
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
+OWN_SCALARS = "own_scalars"
+"""A key of our own beside ``fp32_flat_groups``, there only where parameters missed steps: see `SubGroupState`."""
 _SHARD = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
 
 STRUCTURAL_KEYS = frozenset(
@@ -159,6 +162,10 @@ def model_states(
     }
 
 
+def _exact(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: exact(value) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+
+
 def optim_states(state: Zero3State, *, ds_config: Mapping[str, Any], version: str) -> dict[str, Any]:
     """The content of this rank's optim_states file."""
     members: dict[int, list[int]] = {}
@@ -166,7 +173,7 @@ def optim_states(state: Zero3State, *, ds_config: Mapping[str, Any], version: st
         members.setdefault(group.param_group, []).append(index)
     inner = {
         "state": {
-            index: {key: exact(v) if isinstance(v, torch.Tensor) else v for key, v in group.state.items()}
+            index: _exact(group.state)
             for index, group in enumerate(state.sub_groups)
             if group.state
         },
@@ -174,6 +181,9 @@ def optim_states(state: Zero3State, *, ds_config: Mapping[str, Any], version: st
             {**plain({k: v for k, v in group.items() if k != "params"}), "params": members.get(index, [])}
             for index, group in enumerate(state.param_groups)
         ],
+    }
+    own = {
+        name: scalars and _exact(scalars) for group in state.sub_groups for name, scalars in group.own_scalars.items()
     }
     return {
         "optimizer_state_dict": {
@@ -184,6 +194,7 @@ def optim_states(state: Zero3State, *, ds_config: Mapping[str, Any], version: st
             "partition_count": state.world_size,
             "optimizer_state_dict": inner,
             "fp32_flat_groups": [exact(group.fp32) for group in state.sub_groups],
+            **({OWN_SCALARS: own} if own else {}),
         },
         "ds_config": plain(ds_config),
         "ds_version": version,

@@ -86,6 +86,7 @@ def _writable_grad(p: ShardedParam, master: MasterWeights, call: str) -> torch.T
     shard = master.grads.slices.get(p)
     if shard is None or master.grads.divided_by is not None:
         raise UsageError(f"{call}: there is no gradient of {p.name} to write; call it between backward and step")
+    master.grads.idle.discard(p)
     return shard
 
 

@@ -120,7 +120,7 @@ def test_verdict_names_the_parameter_after_the_gradients_are_gone() -> None:
     """On CUDA the verdict is asked for a step later; by then the gradients are overwritten."""
     groups = ShardGroups(Channel(None, 1, 0, (0,)))
     slices = [torch.ones(3), torch.tensor([1.0, -math.inf]), torch.tensor([math.nan])]
-    verdict = vote(slices, ["a", "b", "c"], groups, torch.device("cpu"), 1.0, 0.0, True, 7)
+    verdict = vote(slices, ["a", "b", "c"], (), groups, torch.device("cpu"), 1.0, 0.0, True, 7)
     for piece in slices:
         piece.zero_()
     assert not verdict.check()
@@ -149,7 +149,7 @@ def test_a_flag_is_read_once_the_device_got_there(looks: int) -> None:
 def test_a_device_that_waits_for_a_lost_rank_is_not_waited_for_without_end() -> None:
     """On NCCL the host runs ahead of a collective that hangs; where it waits for the device, it says what is wrong."""
     channel = Channel(None, 1, 0, (0,))
-    verdict = vote([torch.ones(3)], ["a"], ShardGroups(channel), torch.device("cpu"), 1.0, 0.0, True, 7)
+    verdict = vote([torch.ones(3)], ["a"], (), ShardGroups(channel), torch.device("cpu"), 1.0, 0.0, True, 7)
     verdict.skip_on_host.arrived = Queued(math.inf)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(CollectiveTimeout, match="a collective of step 7 failed"):
         patch.setattr(Channel, "timeout", 0.05)
@@ -157,4 +157,5 @@ def test_a_device_that_waits_for_a_lost_rank_is_not_waited_for_without_end() -> 
 
 
 def test_a_vote_costs_one_small_exchange() -> None:
-    assert values(scenarios.vote_cost, 2) == [[3, 3, 3]] * 2
+    """Norm, fingerprint, first non-finite parameter, and a bit for each parameter: here one number holds them all."""
+    assert values(scenarios.vote_cost, 2) == [[4, 4, 4]] * 2

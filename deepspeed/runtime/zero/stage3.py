@@ -20,7 +20,7 @@ from .core.param import ShardedParam
 from .core.scaling import Verdict, vote
 from .offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from .parameter_offload import DeepSpeedZeRoOffload
-from .state_exchange import export_training_state, import_training_state
+from .state_exchange import export_training_state, import_own_scalars, import_training_state, own_scalars
 
 if TYPE_CHECKING:
     from deepspeed.checkpoint.state import Zero3State
@@ -180,10 +180,11 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
             checks.before_step(list(self.master.places))
         self._notice_unfrozen()
         self.steps += 1
-        shards = self.grad_shards.items()
+        shards, idle = self.grad_shards.items(), self.grad_shards.idle
         self.verdict = vote(
             [shard for _, shard in shards],
             [p.name for p, _ in shards],
+            [position for position, (p, _) in enumerate(shards) if p in idle] if idle else (),
             self.sharded.plan.groups,
             self.sharded.plan.device,
             self.loss_scaler.loss_scale,
@@ -197,7 +198,7 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
             if self.dtype is torch.float16 or not on_device:
                 self.resolve()
             if self._pending or not self._skipped:
-                self.master.step(self.verdict)
+                self.master.step(self.verdict, [p for p, _ in shards])
                 self.sharded.fetcher.weights_changed()
             self.grads.agree_on_order()
         finally:
@@ -338,6 +339,7 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
             "zero_stage": 3,
             "optimizer_state_dict": self.master.optimizer.state_dict(),
             "fp32_flat_groups": [sub.fp32() for sub in self.master.sub_groups],
+            "own_scalars": [own_scalars(sub) for sub in self.master.sub_groups],
             "loss_scaler": self.loss_scaler.state_dict(),
         }
 
@@ -346,6 +348,8 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
         for sub, flat in zip(self.master.sub_groups, state["fp32_flat_groups"], strict=True):
             sub.write(flat)
         self.master.optimizer.load_state_dict(state["optimizer_state_dict"])
+        for sub, own in zip(self.master.sub_groups, state["own_scalars"], strict=True):
+            import_own_scalars(sub, own)
         self.loss_scaler.load_state_dict(state["loss_scaler"])
         self.sharded.fetcher.weights_changed()
         self.invalidate_secondary_tensor()

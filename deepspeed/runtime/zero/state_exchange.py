@@ -8,6 +8,7 @@ importing does not fail half-way on a bad file.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from .core import host
 from .core.master import MasterWeights
 from .core.model import ShardedModel
 from .core.param import ShardedParam
+from .core.subgroup import Apart, SubGroup
 
 CPU = torch.device("cpu")
 
@@ -75,6 +77,7 @@ def export_training_state(
                 shapes=[p.shape for p in sub.params],
                 fp32=sub.fp32(CPU),
                 state={key: value for key, value in state.items() if value is not None},
+                own_scalars=own_scalars(sub),
             )
         )
     options = [
@@ -117,10 +120,29 @@ def import_training_state(
         sub.write(saved.fp32)
         if load_optimizer_states:
             _import_optimizer_state(master, sub.master, saved.state)
+            import_own_scalars(sub, saved.own_scalars)
     if load_optimizer_states:
         for group, options in zip(master.optimizer.param_groups, state.param_groups, strict=True):
             group.update({key: value for key, value in options.items() if key != "params"})
     import_model_state(model, state)
+
+
+def own_scalars(sub: SubGroup) -> dict[str, dict[str, Any] | None]:
+    """See ``SubGroupState``."""
+    return {sub.params[i].name: dict(apart.scalars) if apart.begun else None for i, apart in sub.apart.items()}
+
+
+def import_own_scalars(sub: SubGroup, saved: Mapping[str, Mapping[str, Any] | None]) -> None:
+    """Set apart what missed steps; parameters with the same values share them again."""
+    alike: dict[Any, Apart] = {}
+    sub.apart = {}
+    for i, p in enumerate(sub.params):
+        if p.name in saved:
+            scalars = saved[p.name]
+            key = None if scalars is None else tuple(sorted((name, float(value)) for name, value in scalars.items()))
+            if key not in alike:
+                alike[key] = Apart(scalars is not None, scalars or {})
+            sub.apart[i] = alike[key]
 
 
 def _import_optimizer_state(master: MasterWeights, flat: torch.Tensor, saved: dict[str, Any]) -> None:

@@ -9,6 +9,8 @@ Invariants:
   checkpointed segments) is reduced once more at the end of the backward: later, never wrong.
 - Gradient shards are allocated page by page as the first reductions of an accumulation window need them, and freed when
   the next window's first forward begins (they stay readable after ``step``).
+- A parameter whose ``grad`` was None in every micro-batch of a window is *idle* on this rank. If it is idle on every
+  rank (the vote tells) the step leaves it alone, as torch does; its zeros were reduced only because nobody could know.
 - A plain ``loss.backward()`` counts as one micro-batch of its window, as ``engine.backward(loss)`` does: what it
   reduced is divided by the accumulation steps here. (Hooks on the model's outputs would divide twice where one output,
   the loss, was computed from another, the logits.)
@@ -57,7 +59,8 @@ class GradShards:
     """This rank's gradient shards: per sub-group a few pages, each allocated when its first gradient is reduced.
 
     ``loss_scale`` is what the loss was multiplied by; ``divided_by`` is what a fused step already divided the buffers
-    by (it unscales and clips in place), or None.
+    by (it unscales and clips in place), or None. ``idle`` are parameters that this rank had no gradient for in any
+    micro-batch of the window.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -67,6 +70,7 @@ class GradShards:
         self.slices: dict[ShardedParam, torch.Tensor] = {}
         self.loss_scale = 1.0
         self.divided_by: torch.Tensor | None = None
+        self.idle: set[ShardedParam] = set()
 
     def add_sub_group(self, params: list[ShardedParam]) -> None:
         """Give ``params`` their places in a new sub-group, in order, without gaps."""
@@ -282,7 +286,8 @@ class GradReducer:
 
     def _take(self, unit: ShardedUnit, comm: torch.dtype, world: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Take the gradients off the parameters of ``unit``: flat and padded in ``comm``, and where each belongs."""
-        slices, slice_of = self.shards.slices, self.shards.slice_of
+        slices, slice_of, idle = self.shards.slices, self.shards.slice_of, self.shards.idle
+        first = unit not in self.filled
         ins: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         for p in unit.trainable:
@@ -295,7 +300,11 @@ class GradReducer:
             padded = size * world
             if grad is None:
                 ins.append(self._zero(comm, padded))
+                if first:
+                    idle.add(p)
             else:
+                if idle:
+                    idle.discard(p)
                 if grad.layout is not torch.strided:
                     grad = grad.to_dense()
                 grad = grad.reshape(-1)
@@ -360,7 +369,7 @@ class GradReducer:
             self.drain()
         except CollectiveTimeout:
             pass  # the error that ended the backward is on its way up, and these gradients are dropped
-        self.filled.clear()
+        self.end_window()
         self.drop_local()
         self.late = []
         self.cursor = len(self.order)
@@ -392,6 +401,7 @@ class GradReducer:
     def end_window(self) -> None:
         """The optimizer has used the gradients: the next reduction starts a new window."""
         self.filled.clear()
+        self.shards.idle.clear()
 
     @property
     def has_gradients(self) -> bool:

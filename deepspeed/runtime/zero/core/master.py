@@ -6,11 +6,13 @@ Invariant: whoever writes weights writes master and shard, and bumps the version
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from deepspeed.errors import ConfigError
+from deepspeed.utils.logging import warning_once
 
 from . import host, layout, stepping
 from .grads import GradShards
@@ -176,19 +178,39 @@ class MasterWeights:
 
     # -- step
 
-    def step(self, verdict: Verdict) -> None:
-        """Step every sub-group unless the verdict says skip, and write the shards."""
+    def step(self, verdict: Verdict, trained: list[ShardedParam]) -> None:
+        """Step every sub-group unless the verdict says skip, and write the shards.
+
+        Args:
+            trained: the parameters that the vote was about, in its order; what no rank used is left alone.
+        """
         for sub in self.sub_groups:
             sub.before_write()
             sub.readopt_shards()
         if not self.device_scaled and not verdict.check():
             return
+        self._leave_alone(trained[position] for position in verdict.idle())
         scale = verdict.scale.to(self.master_device)
         skip = verdict.skip.to(self.master_device)
         if self.stepper.step(self.sub_groups, self.grads, scale, skip):
             self.grads.divided_by = verdict.scale
         for sub in self.sub_groups:
             sub.wrote()
+
+    def _leave_alone(self, unused: Iterable[ShardedParam]) -> None:
+        idle: dict[SubGroup, set[int]] = {}
+        for p in unused:
+            sub, position = self.places[p]
+            idle.setdefault(sub, set()).add(position)
+        if idle and not self.stepper.cuts:
+            name = type(self.optimizer).__name__
+            warning_once(
+                f"{sum(map(len, idle.values()))} parameters had no gradient on any rank. torch would leave them alone; "
+                f"{name} is not known to work on slices of its state, so it steps them with zeros"
+            )
+            return
+        for sub in self.sub_groups:
+            sub.leave_alone(idle.get(sub, ()), self.optimizer.state.get(sub.master, {}))
 
 
 def _refuse_complex(params: list[ShardedParam]) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One vote per step: how large is the gradient, is it finite everywhere, did every rank issue the same collectives?
+"""One vote per step: how large is the gradient, is it finite everywhere, did every rank issue the same collectives, and
+which parameters did nobody use?
 
 Each rank contributes one small row of doubles; the rows of all ranks are exchanged in a single collective, and every
 rank draws the same verdict from the same rows. A step in which ranks disagree, or saw a non-finite gradient, never
@@ -12,6 +13,7 @@ finite, which collectives were issued) is kept in the verdict and looked at only
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -22,8 +24,10 @@ from . import host, wire
 from .param import PLACE_LOG, ShardGroups
 
 EPSILON = 1e-6
-SQUARE, PRINT, BAD = 0, 1, 2
-"""Columns of a rank's row: squared norm, fingerprint of its collectives, its first non-finite parameter."""
+SQUARE, PRINT, BAD, IDLE = 0, 1, 2, 3
+"""Columns of a rank's row: squared norm, fingerprint of its collectives, its first non-finite parameter; from ``IDLE``
+on one bit for each parameter that it did not use, ``BITS`` to a double."""
+BITS = 48
 NO_BAD = float(1 << 40)
 LOG_WAIT = 5.0
 """Seconds that a rank waits for another's log of collectives, once a mismatch was found."""
@@ -44,8 +48,27 @@ def summarise(slices: list[torch.Tensor], device: torch.device) -> tuple[torch.T
     return norms.square().sum(), torch.where(norms.isfinite(), NO_BAD, codes).min()
 
 
+def packed(idle: Collection[int], count: int) -> list[float]:
+    """``count`` bits, set at the positions ``idle``, as doubles that hold ``BITS`` of them each."""
+    words = [0] * -(-count // BITS)
+    for position in idle:
+        words[position // BITS] |= 1 << position % BITS
+    return [float(word) for word in words]
+
+
+def idle_everywhere(words: list[list[float]]) -> set[int]:
+    """Positions whose bit is set in the ``packed`` words of every rank."""
+    found: set[int] = set()
+    for index, column in enumerate(zip(*words, strict=True)):
+        common = (1 << BITS) - 1
+        for word in column:
+            common &= int(word)
+        found.update(index * BITS + bit for bit in range(BITS) if common >> bit & 1)
+    return found
+
+
 class OnHost:
-    """A device scalar on its way to the host. Reading it waits for that copy, not for what was queued since."""
+    """A small tensor on its way to the host. Reading it waits for that copy, not for what was queued since."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value, self.arrived = value, None
@@ -54,15 +77,15 @@ class OnHost:
             self.value.copy_(value, non_blocking=True)
             self.arrived = torch.cuda.current_stream(value.device).record_event()
 
-    def read(self, timeout: float = float("inf")) -> float:
-        """The value.
+    def read(self, timeout: float = float("inf")) -> torch.Tensor:
+        """The values, on the host.
 
         Raises:
             TimeoutError: it did not come within ``timeout`` seconds: the device waits for something.
         """
         if self.arrived is not None:
             host.wait(self.arrived, timeout)
-        return float(self.value)
+        return self.value
 
 
 @dataclass(frozen=True)
@@ -82,8 +105,9 @@ class Verdict:
         norm: global norm of the averaged, unscaled gradients before clipping (double).
         scale: what gradients are divided by: loss scale times clip factor (float32).
         skip: 1.0 where the step must not be applied, else 0.0 (float32).
-        rows: (world, 3) doubles: squared norm, fingerprint and first non-finite parameter of each rank.
+        rows: (world, 3 and more) doubles, the columns as above.
         names: parameter names by position; ``log``: this rank's collectives of the step.
+        some_idle: whether this rank left a parameter unused.
     """
 
     norm: torch.Tensor
@@ -94,9 +118,11 @@ class Verdict:
     groups: ShardGroups
     names: list[str] = field(default_factory=list)
     log: list[int] = field(default_factory=list)
+    some_idle: bool = False
 
     def __post_init__(self) -> None:
         self.skip_on_host = OnHost(self.skip)
+        self.idle_on_host = OnHost(self.rows[:, IDLE:]) if self.some_idle else None
 
     def check(self) -> bool:
         """Whether the step is applied; asks the device, so it may wait.
@@ -105,16 +131,26 @@ class Verdict:
             CollectiveMismatch: ranks issued different collectives since the last step.
             CollectiveTimeout: the device still waits for another rank.
         """
-        try:
-            skipped = self.skip_on_host.read(self.groups.primary.timeout or float("inf"))
-        except TimeoutError as error:
-            raise self.groups.lost(f"a collective of step {self.step}", error) from error
-        if not skipped:
+        if not self._read(self.skip_on_host):
             return True
         prints = self.rows[:, PRINT].tolist()
         if len(set(prints)) > 1:
             raise CollectiveMismatch(self._mismatch(prints))
         return False
+
+    def idle(self) -> set[int]:
+        """Positions of the parameters that no rank used. Waits for the device, on ranks alone that left one unused.
+
+        Raises:
+            CollectiveTimeout: the device still waits for another rank.
+        """
+        return idle_everywhere(self._read(self.idle_on_host).tolist()) if self.idle_on_host is not None else set()
+
+    def _read(self, value: OnHost) -> torch.Tensor:
+        try:
+            return value.read(self.groups.primary.timeout or float("inf"))
+        except TimeoutError as error:
+            raise self.groups.lost(f"a collective of step {self.step}", error) from error
 
     def _mismatch(self, prints: list[float]) -> str:
         common = max(prints, key=lambda value: (prints.count(value), value == prints[0]))
@@ -165,6 +201,7 @@ class Verdict:
 def vote(
     slices: list[torch.Tensor],
     names: list[str],
+    idle: Collection[int],
     groups: ShardGroups,
     device: torch.device,
     loss_scale: float,
@@ -175,7 +212,8 @@ def vote(
     """Hold the vote of one step. Collective; no host sync.
 
     Args:
-        slices: this rank's gradient shards, non-empty ones; ``names``: their parameters, the same on every rank.
+        slices: this rank's gradient shards, non-empty ones; ``names``: their parameters, the same on every rank;
+            ``idle``: positions in them of those that this rank did not use.
         loss_scale: what the loss was multiplied by.
         clip: largest allowed global norm, 0 for no clipping; as ``torch.nn.utils.clip_grad_norm_``.
         skip_non_finite: whether a non-finite gradient skips the step.
@@ -185,9 +223,12 @@ def vote(
     """
     square, bad = summarise(slices, device)
     place = groups.traffic.place
-    fingerprint = torch.full((), float(place.fingerprint), dtype=torch.float64, device=device)
+    fingerprint = torch.full((1,), float(place.fingerprint), dtype=torch.float64, device=device)
+    words = packed(idle, len(names))
+    bits = torch.tensor(words, dtype=torch.float64).to(device) if idle else fingerprint.new_zeros(len(words))
     try:
-        rows = wire.exchange(torch.stack([square, fingerprint, bad]), groups.primary)
+        row = torch.cat([square.view(1), fingerprint, bad.view(1), bits])
+        rows = wire.exchange(row, groups.primary)
     except RuntimeError as error:
         raise groups.lost("the vote before the optimizer step", error) from error
     log = place.voted(step)
@@ -198,4 +239,4 @@ def vote(
     if clip > 0:
         factor = ((norm + EPSILON) / clip).clamp(min=1.0)
         scale = scale * torch.nan_to_num(factor, nan=1.0, posinf=1.0).to(torch.float32)
-    return Verdict(norm, scale, skip.to(torch.float32), rows, step, groups, names, log)
+    return Verdict(norm, scale, skip.to(torch.float32), rows, step, groups, names, log, bool(idle))

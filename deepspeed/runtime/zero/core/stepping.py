@@ -21,7 +21,7 @@ from deepspeed.ops import fused_step
 from deepspeed.ops.fused_step import AdamStep, Shard
 
 from .grads import GradShards
-from .subgroup import SubGroup
+from .subgroup import Run, SubGroup, copied, is_flat
 
 Parts = list[tuple[int, torch.Tensor]]
 """Buffers of one sub-group's gradients, each with its place: see ``GradShards.parts``."""
@@ -36,13 +36,15 @@ class Stepper(Protocol):
     """Steps sub-groups with one optimizer.
 
     ``device_scaled``: the scale and the skip flag are read on the device; else the caller has checked the flag.
+    ``cuts``: only the ``runs`` of a sub-group are stepped, so that parameters can be left alone.
     """
 
     device_scaled: bool
+    cuts: bool
 
     def step(self, subs: list[SubGroup], grads: GradShards, scale: torch.Tensor, skip: torch.Tensor) -> bool:
-        """Step every sub-group, its gradients divided by ``scale``, and write the shards; nothing changes where
-        ``skip`` is not zero. Returns whether the gradients were divided in place."""
+        """Step the runs of every sub-group, their gradients divided by ``scale``, and write the shards; nothing changes
+        where ``skip`` is not zero. Returns whether the gradients were divided in place."""
         ...
 
 
@@ -85,10 +87,12 @@ def _runs_fused(group: dict[str, Any]) -> bool:
 
 
 class _Work(NamedTuple):
-    """One sub-group's step: its optimizer state, its gradients, and what all sub-groups share."""
+    """The step of one run of a sub-group: the sub-group's optimizer state, the run's count of steps and gradients, and
+    what all share."""
 
     sub: SubGroup
     state: dict[str, Any]
+    steps: torch.Tensor
     parts: Parts
     scale: torch.Tensor
     skip: torch.Tensor
@@ -98,7 +102,7 @@ class _Work(NamedTuple):
 class _Adam:
     """What both ways of running Adam here share: options, state, the step counts."""
 
-    device_scaled = True
+    device_scaled = cuts = True
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -112,13 +116,23 @@ class _Adam:
         optimizer = self.optimizer
         for hook in optimizer._optimizer_step_pre_hooks.values():
             hook(optimizer, (), {})
-        counted = 1.0 - skip
-        # a list of tensors: with a single one torch reads its value on the host, which waits for the device
-        torch._foreach_add_([state["step"] for state in states], [counted] * len(states))
+        runs = [
+            (sub, state, run, _count(state if run.apart is None else run.apart.begin(), sub))
+            for sub, state in zip(subs, states, strict=True)
+            for run in sub.runs
+        ]
+        counts = list({id(count): count for *_, count in runs}.values())
+        if counts:
+            # a list of tensors: with a single one torch reads its value on the host, which waits for the device
+            torch._foreach_add_(counts, [1.0 - skip] * len(counts))
         divided = False
-        for sub, state in zip(subs, states, strict=True):
+        for sub, state, run, count in runs:
             options = self._options(optimizer.param_groups[sub.group_index])
-            divided |= self._one(_Work(sub, state, grads.parts(sub.index), scale, skip, options))
+            parts = _within(grads.parts(sub.index), run)
+            divided |= self._one(_Work(sub, state, count, parts, scale, skip, options))
+        for sub in subs:
+            if sub.shards_beside_masters is None:
+                sub.write_back()
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look for
         for hook in optimizer._optimizer_step_post_hooks.values():
             hook(optimizer, (), {})
@@ -134,24 +148,30 @@ class _Adam:
 
     def _state(self, sub: SubGroup) -> dict[str, Any]:
         state = self.optimizer.state[sub.master]
-        device = sub.master.device
         if "exp_avg" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            state["exp_avg"] = torch.zeros(sub.numel, dtype=torch.float32, device=device)
-            state["exp_avg_sq"] = torch.zeros(sub.numel, dtype=torch.float32, device=device)
-        elif state["step"].device != device:
-            state["step"] = state["step"].to(device)
+            _count(state, sub)
+            state["exp_avg"] = torch.zeros(sub.numel, dtype=torch.float32, device=sub.master.device)
+            state["exp_avg_sq"] = torch.zeros(sub.numel, dtype=torch.float32, device=sub.master.device)
         return state
+
+
+def _count(scalars: dict[str, Any], sub: SubGroup) -> torch.Tensor:
+    """The count of steps among ``scalars``, where the masters of ``sub`` are; made if there is none yet."""
+    device, step = sub.master.device, scalars.get("step")
+    if step is None:
+        step = torch.zeros((), dtype=torch.float32, device=device)
+    scalars["step"] = step = step.to(device)
+    return step
 
 
 class OnePass(_Adam):
     """Gradient as it is reduced, master (or its halves), moments and shard in one pass."""
 
     def _one(self, work: _Work) -> bool:
-        sub, state, parts, scale, skip, options = work
+        sub, state, steps, parts, scale, skip, options = work
         halves = sub.low is not None
         shards = sub.shards_beside_masters
-        corrections = fused_step.bias_corrections(state["step"], options)
+        corrections = fused_step.bias_corrections(steps, options)
         for start, grad in parts:
             run = slice(start, start + grad.numel())
             shard = Shard(
@@ -161,11 +181,9 @@ class OnePass(_Adam):
                 shards[run] if shards is not None else None,
                 None if halves else sub.master[run],
                 sub.low[run] if sub.low is not None else None,
-                state["step"],
+                steps,
             )
             fused_step.apply(shard, scale, skip, options, corrections)
-        if shards is None:
-            sub.write_back()
         return False
 
 
@@ -176,9 +194,9 @@ class Sliced(_Adam):
     """
 
     def _one(self, work: _Work) -> bool:
-        sub, state, parts, scale, skip, options = work
+        sub, state, steps, parts, scale, skip, options = work
         kernel = torch._fused_adamw_ if options.decoupled else torch._fused_adam_
-        device, step = sub.master.device, state["step"]
+        device = sub.master.device
         shards = sub.shards_beside_masters
         for start, grad in _slices(parts):
             run = slice(start, start + grad.numel())
@@ -188,7 +206,7 @@ class Sliced(_Adam):
                 [state["exp_avg"][run]],
                 [state["exp_avg_sq"][run]],
                 [],
-                [step],
+                [steps],
                 lr=options.lr,
                 beta1=options.beta1,
                 beta2=options.beta2,
@@ -201,43 +219,107 @@ class Sliced(_Adam):
             )
             if shards is not None:
                 shards[run].copy_(sub.master[run])
-        if shards is None:
-            sub.write_back()
         return any(is_fp32_on(grad, device) for _, grad in parts)  # torch's kernel writes the quotient back
 
 
+class _Piece(NamedTuple):
+    """What an optimizer sees of one run: ``param``; ``begun``: whether it was stepped before."""
+
+    sub: SubGroup
+    run: Run
+    param: torch.Tensor
+    begun: bool
+
+
 class Own:
-    """The optimizer's own step; gradients of a few sub-groups at a time are converted to fp32."""
+    """The optimizer's own step; gradients of a few sub-groups at a time are converted to fp32.
+
+    Of a sub-group that is not stepped as a whole the optimizer sees the runs, as parameters with states of their own.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         # torch's marker of fused kernels that divide by `grad_scale` and heed `found_inf` on the device
         self.device_scaled = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self.cuts = type(optimizer).__module__.startswith(("torch.optim", "deepspeed."))
 
     def step(self, subs: list[SubGroup], grads: GradShards, scale: torch.Tensor, skip: torch.Tensor) -> bool:
         """See ``Stepper.step``."""
         divided = False
         for chunk in _chunks(subs):
+            pieces: list[_Piece] = []
             for sub in chunk:
                 full = _whole(sub, grads.parts(sub.index))
                 divided |= any(full is grad for _, grad in grads.parts(sub.index))
-                sub.master.grad = full if self.device_scaled else full / scale
+                gradient = full if self.device_scaled else full / scale
+                pieces += [self._piece(sub, run, gradient) for run in sub.runs]
             if self.device_scaled:
                 self.optimizer.grad_scale = scale  # type: ignore[attr-defined]
                 self.optimizer.found_inf = skip  # type: ignore[attr-defined]
-            try:
-                self.optimizer.step()
-            finally:
-                for sub in chunk:
-                    sub.master.grad = None
+            # torch's fused SGD takes no mixture of parameters with and without a momentum buffer
+            for some in ([p for p in pieces if not p.begun], [p for p in pieces if p.begun]):
+                if some:
+                    self._step(some)
         for sub in subs:
             sub.write_back()
         return divided and self.device_scaled
+
+    def _step(self, pieces: list[_Piece]) -> None:
+        groups = self.optimizer.param_groups
+        masters = [group["params"] for group in groups]
+        for index, group in enumerate(groups):
+            group["params"] = [piece.param for piece in pieces if piece.sub.group_index == index]
+        try:
+            self.optimizer.step()
+        finally:
+            for group, params in zip(groups, masters, strict=True):
+                group["params"] = params
+            for piece in pieces:
+                piece.param.grad = None
+                if piece.param is not piece.sub.master:
+                    self._take_back(piece)
+
+    def _piece(self, sub: SubGroup, run: Run, gradient: torch.Tensor) -> _Piece:
+        """The parameter that the optimizer sees for ``run``, with its gradient and state."""
+        state = self.optimizer.state
+        flat = state.get(sub.master, {})
+        begun, scalars = (bool(flat), flat) if run.apart is None else (run.apart.begun, run.apart.scalars)
+        param = sub.master if sub.whole else run.of(sub.master).detach()
+        param.grad = run.of(gradient)
+        if begun and not sub.whole:
+            state[param] = {key: run.of(value) for key, value in flat.items() if is_flat(value)} | copied(scalars)
+        return _Piece(sub, run, param, begun)
+
+    def _take_back(self, piece: _Piece) -> None:
+        """Put the state of a piece into that of its sub-group."""
+        sub, run, param, _ = piece
+        made = self.optimizer.state.pop(param, {})
+        if not made:
+            return
+        flat = self.optimizer.state[sub.master]
+        scalars = flat if run.apart is None else run.apart.begin()
+        for key, value in made.items():
+            if is_flat(value):
+                if key not in flat:
+                    flat[key] = torch.zeros(sub.numel, dtype=value.dtype, device=value.device)
+                run.of(flat[key]).copy_(value)
+            else:
+                scalars[key] = value
 
 
 def is_fp32_on(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether ``tensor`` needs no conversion to be an fp32 gradient on ``device``."""
     return tensor.dtype is torch.float32 and tensor.device == device
+
+
+def _within(parts: Parts, run: Run) -> Parts:
+    """The gradients of one run."""
+    found = []
+    for start, flat in parts:
+        first, last = max(run.start, start), min(run.end, start + flat.numel())
+        if first < last:
+            found.append((first, flat[first - start : last - start]))
+    return found
 
 
 def _slices(parts: Parts) -> Iterator[tuple[int, torch.Tensor]]:

@@ -6,9 +6,14 @@ Invariants:
 - ``shards == masters rounded to the parameters' dtype`` always holds. For fp32 parameters the master *is* the shard.
 - In the split layout (bf16, see ``deepspeed.ops.fused_step``) the shard is the rounded upper half of the fp32 master
   and ``low`` is the rest. ``master`` is then the key of the optimizer's state and has no memory; ``fp32`` gives values.
+- Scalar states of the optimizer (``step``) are one for all parameters of a sub-group, except for those that missed
+  steps, because no rank used them: these have scalars of their own (``Apart``), as they have in torch.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,12 +23,55 @@ from . import host
 from .param import ShardedParam
 
 
+class Apart:
+    """Parameters of one sub-group that missed the same steps, and what the optimizer counts for them.
+
+    ``begun``: whether they were ever stepped; ``scalars``: 0-d tensors and numbers by the name of the state.
+    """
+
+    def __init__(self, begun: bool, scalars: Mapping[str, Any]) -> None:
+        self.begun, self.scalars = begun, copied(scalars)
+
+    def begin(self) -> dict[str, Any]:
+        """The scalars, for a step that changes them."""
+        self.begun = True
+        return self.scalars
+
+
+def is_flat(value: Any) -> bool:
+    """Whether an optimizer's state has a value for each element."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The scalars of an optimizer's state, copies where they are tensors."""
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in state.items()
+        if not is_flat(value)
+    }
+
+
+class Run(NamedTuple):
+    """Elements ``start`` to ``end`` of a sub-group, stepped with the scalars of ``apart``; None: the common ones."""
+
+    start: int
+    end: int
+    apart: Apart | None
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This run of a tensor of the whole sub-group."""
+        return flat[self.start : self.end]
+
+
 class SubGroup:
     """A run of one optimizer group's parameters and their flat tensors.
 
     Attributes:
         master: 1-D fp32, what the optimizer steps; ``shards``: 1-D over the parameters' shards where they have one
         dtype, else None; ``low``: 1-D int16 in the split layout, else None.
+        apart: position of a parameter -> its scalars, for those that missed a step.
+        runs: what the step at hand steps; see ``leave_alone``.
     """
 
     def __init__(
@@ -51,6 +99,8 @@ class SubGroup:
             self.master = host.empty(self.numel, torch.float32, master_device, pin_masters)
         self.low: torch.Tensor | None = None
         self.masters = list(self.master.split(self.sizes))
+        self.apart: dict[int, Apart] = {}
+        self.runs = self._runs(())
         self._adopt()
 
     @property
@@ -74,6 +124,46 @@ class SubGroup:
                 p.shard = piece
             elif self.pin_shards:
                 p.shard = host.pinned(p.shard)
+
+    # -- which parameters a step leaves alone
+
+    @property
+    def whole(self) -> bool:
+        """Whether the step at hand steps all of the sub-group with the common scalars."""
+        return self.runs == [Run(0, self.numel, None)]
+
+    def leave_alone(self, idle: Collection[int], state: Mapping[str, Any]) -> None:
+        """The step at hand is not for the parameters at the positions ``idle``; ``state``: the sub-group's so far.
+
+        The idle ones of a set that shares scalars get a copy of these, unless the whole set is idle.
+        """
+        stepped = {self.apart.get(i) for i in range(len(self.params)) if i not in idle} if idle else set()
+        copies: dict[Apart | None, Apart] = {}
+        for i in idle:
+            shared = self.apart.get(i)
+            if shared in stepped:
+                if shared not in copies:
+                    begun, scalars = (bool(state), state) if shared is None else (shared.begun, shared.scalars)
+                    copies[shared] = Apart(begun, scalars)
+                self.apart[i] = copies[shared]
+        self.runs = self._runs(idle)
+
+    def _runs(self, idle: Collection[int]) -> list[Run]:
+        """Stretches of parameters that are not idle and share their scalars."""
+        if not idle and not self.apart:
+            return [Run(0, self.numel, None)]
+        found: list[Run] = []
+        start = 0
+        for i, size in enumerate(self.sizes):
+            apart = self.apart.get(i)
+            if i not in idle and size:
+                last = found[-1] if found else None
+                if last is not None and last.end == start and last.apart is apart:
+                    found[-1] = Run(last.start, start + size, apart)
+                else:
+                    found.append(Run(start, start + size, apart))
+            start += size
+        return found
 
     # -- layouts
 
