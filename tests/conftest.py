@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.harness import pool
+from tests.harness.skips import needs, table
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -30,7 +31,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item, marker in marked:
         need = marker.kwargs.get("count", marker.args[0] if marker.args else 1)
         if have < need:
-            item.add_marker(pytest.mark.skip(reason=f"needs {need} CUDA device(s), this machine has {have}"))
+            what = f"{need} CUDA device(s), this machine has {have}"
+            why = needs(what, "bash tests/gpu/session.sh on a machine with them")
+            item.add_marker(pytest.mark.skip(reason=why))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = [
+        (report.nodeid.partition("::")[0], str(report.longrepr[2]).removeprefix("Skipped: "))
+        for report in terminalreporter.stats.get("skipped", [])
+    ]
+    if skipped:
+        terminalreporter.section(f"{len(skipped)} skipped")
+        terminalreporter.write("\n".join(table(skipped)) + "\n")
 
 
 @pytest.fixture(scope="session", autouse=True)

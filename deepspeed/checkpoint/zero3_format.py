@@ -172,11 +172,7 @@ def optim_states(state: Zero3State, *, ds_config: Mapping[str, Any], version: st
     for index, group in enumerate(state.sub_groups):
         members.setdefault(group.param_group, []).append(index)
     inner = {
-        "state": {
-            index: _exact(group.state)
-            for index, group in enumerate(state.sub_groups)
-            if group.state
-        },
+        "state": {index: _exact(group.state) for index, group in enumerate(state.sub_groups) if group.state},
         "param_groups": [
             {**plain({k: v for k, v in group.items() if k != "params"}), "params": members.get(index, [])}
             for index, group in enumerate(state.param_groups)

@@ -27,7 +27,7 @@ from deepspeed.launcher.guard import MARK, Guard
 from deepspeed.launcher.hosts import Slot, decode_world_info
 from deepspeed.launcher.slots import cpu_only, device_count, port_is_free
 from deepspeed.launcher.spawn import Child, spawn
-from deepspeed.launcher.supervise import ORPHAN_GRACE, Inbox, supervise
+from deepspeed.launcher.supervise import ORPHAN_GRACE, Inbox, heed_signals, supervise
 
 __all__ = ["Node", "main", "parse_args", "rank_environments"]
 
@@ -111,6 +111,7 @@ def rank_environments(
 
 def main(args: Sequence[str] | None = None) -> None:
     """Start this host's ranks, wait for them, exit with the first failure's code."""
+    heed_signals()
     options = parse_args(args)
     setup_logging(options.log_level, options.quiet)
     try:

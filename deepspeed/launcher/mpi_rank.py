@@ -16,7 +16,7 @@ from deepspeed.errors import LauncherError
 from deepspeed.launcher.constants import cpu_environment, grace_period, setup_logging
 from deepspeed.launcher.slots import cpu_only
 from deepspeed.launcher.spawn import Child, spawn
-from deepspeed.launcher.supervise import Inbox, supervise
+from deepspeed.launcher.supervise import Inbox, heed_signals, supervise
 
 __all__ = ["main", "rank_variables"]
 
@@ -55,6 +55,7 @@ def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the rank's command, and exit with its code."""
+    heed_signals()
     argv = list(sys.argv[1:] if args is None else args)
     setup_logging("info", quiet=False)
     try:

@@ -37,7 +37,7 @@ from deepspeed.launcher.hosts import (
 from deepspeed.launcher.private_files import claim_port
 from deepspeed.launcher.slots import cpu_only, device_count, free_port, is_local, port_is_free, visible_devices
 from deepspeed.launcher.spawn import Child, spawn
-from deepspeed.launcher.supervise import Inbox, supervise
+from deepspeed.launcher.supervise import Inbox, heed_signals, supervise
 
 __all__ = [
     "DEEPSPEED_ENVIRONMENT_NAME",
@@ -133,6 +133,7 @@ def main(args: Sequence[str] | None = None) -> None:
         LauncherError: something is wrong before anything was started; only if `args` is given. As a command it prints
             the message and exits with code 2.
     """
+    heed_signals()
     options = parse_args(args)
     try:
         setup_logging(options.log_level, options.quiet)

@@ -24,7 +24,8 @@ __all__ = ["Child", "processes_of", "spawn"]
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# Children start with the usual disposition of these, whatever their parent does with them.
+# Children start with the usual disposition of these, whatever their parent does with them. Only a SIGHUP that the
+# parent was told to ignore (`nohup`) they ignore too.
 _RESET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
 
 
@@ -98,7 +99,7 @@ def spawn(
     """
     parent = os.getpid()
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, _RESET)
-    keep_ignored = {s for s in _RESET if signal.getsignal(s) is signal.SIG_IGN}
+    keep_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
     def prepare() -> None:  # in the child, between fork and exec
         _libc.prctl(_PR_SET_PDEATHSIG, death_signal, 0, 0, 0)
@@ -107,7 +108,7 @@ def spawn(
         if cpus:
             os.sched_setaffinity(0, cpus)
         for signum in _RESET:
-            signal.signal(signum, signal.SIG_IGN if signum in keep_ignored else signal.SIG_DFL)
+            signal.signal(signum, signal.SIG_IGN if keep_ignored and signum == signal.SIGHUP else signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
     try:

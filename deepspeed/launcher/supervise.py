@@ -52,10 +52,23 @@ class Supervised(Protocol):
     def release(self) -> None: ...
 
 
+def heed_signals() -> None:
+    """Undo what this process was started with: ignored or blocked signals that the job's end relies on.
+
+    A shell starts background jobs with SIGINT ignored, some supervisors start everything so; it would pass on to every
+    rank. An ignored SIGHUP (`nohup`) is a wish, and stays. The first call of every command of the launcher.
+    """
+    relied_on = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
+    for signum in relied_on:
+        if signal.getsignal(signum) is signal.SIG_IGN:
+            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, relied_on)
+
+
 class Inbox:
     """Records signals, and watches descriptors, while it is entered. Use it in the main thread, before spawning.
 
-    A signal that is ignored on entry (`nohup`, a shell's background job) stays ignored.
+    A signal that is ignored on entry stays ignored: see `heed_signals`.
     """
 
     def __init__(self) -> None:
@@ -74,7 +87,7 @@ class Inbox:
         self._old = {
             signum: signal.signal(signum, lambda *_: None)
             for signum in (*_ENDING, signal.SIGCHLD)
-            if signal.getsignal(signum) is not signal.SIG_IGN or signum == signal.SIGCHLD
+            if signal.getsignal(signum) is not signal.SIG_IGN
         }
         return self
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
-
 from tests.harness import run_ranks
+from tests.harness.skips import needs
+
+pytest.importorskip("transformers", reason=needs("transformers"))
 from tests.harness.pool import run_fresh
 from tests.integration import tiny
 from tests.integration.test_trainer import Run, train

@@ -18,6 +18,7 @@ from torch import nn
 import deepspeed
 from tests.clients import scan
 from tests.harness.pool import run_ranks
+from tests.harness.skips import needs
 from tests.meta.sources import ROOT
 
 ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp"
@@ -47,7 +48,7 @@ def uses() -> dict[str, scan.Uses]:
 @pytest.mark.parametrize("client", scan.CLIENTS)
 def test_names(client: str, uses: dict[str, scan.Uses]) -> None:
     if client not in uses:
-        pytest.skip(f"{client} is not installed")
+        pytest.skip(needs(client))
     assert uses[client].names, f"{client} uses nothing of deepspeed: the scanner is blind"
     assert [use for use in scan.missing(uses[client]) if use.what not in KNOWINGLY_ABSENT] == []
 
@@ -82,7 +83,7 @@ def lacking(attributes: list[str], of_engines: list[str]) -> list[str]:
 
 def test_attributes(uses: dict[str, scan.Uses]) -> None:
     if not uses:
-        pytest.skip("no client is installed")
+        pytest.skip(needs("a client"))
     attributes = {use.what for found in uses.values() for use in found.attributes} - {*OF_OTHERS}
     of_engines = {use.what for found in uses.values() for use in found.of_engines} - {*OF_OTHERS}
     assert "ds_numel" in attributes and "set_gradient_accumulation_boundary" in of_engines, "the scanner is blind"
@@ -105,7 +106,7 @@ def _rows() -> dict[str, set[str]]:
 @pytest.mark.parametrize("client", scan.CLIENTS)
 def test_every_comparison_of_versions_is_documented(client: str, uses: dict[str, scan.Uses]) -> None:
     if client not in uses:
-        pytest.skip(f"{client} is not installed")
+        pytest.skip(needs(client))
     assert {use.what for use in uses[client].versions} - _rows().get(client, set()) == set()
 
 
@@ -113,7 +114,7 @@ def test_the_distribution_has_the_package_s_version() -> None:
     try:
         installed = importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError:
-        pytest.skip("deepspeed is not installed as a distribution here")
+        pytest.skip(needs("deepspeed as a distribution"))
     assert installed == deepspeed.__version__ == deepspeed.version
 
 

@@ -24,7 +24,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.harness import models
+from tests.harness import models, skips
 from tests.harness.pool import FreshResult, run_fresh, run_ranks
 
 ON_CPU = os.environ.get("DS_GPU_TESTS_ON_CPU") == "1"
@@ -52,7 +52,7 @@ def worlds(*sizes: int) -> list[Any]:
     return [pytest.param(size, marks=needs(size)) for size in sizes]
 
 
-cuda_only = pytest.mark.skipif(ON_CPU, reason="about CUDA itself; nothing to see on gloo")
+cuda_only = pytest.mark.skipif(ON_CPU, reason=skips.needs("CUDA itself", "bash tests/gpu/session.sh on a GPU machine"))
 
 
 def left() -> float:

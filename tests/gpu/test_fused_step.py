@@ -6,14 +6,11 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import pytest
 import torch
 
+from deepspeed.ops import fused_step
+from deepspeed.ops.fused_step import AdamStep, Shard
 from tests.gpu import place
-
-pytest.importorskip("deepspeed.ops.fused_step")
-from deepspeed.ops import fused_step  # noqa: E402
-from deepspeed.ops.fused_step import AdamStep, Shard  # noqa: E402
 
 SIZES = [1, 127, 1025, (1 << 12 if place.ON_CPU else 1 << 22) + 3]
 SCALE = 4.0

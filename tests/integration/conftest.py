@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.skips import needs
 from tests.meta.sources import ROOT
 
 
@@ -37,4 +38,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
     for item in items:
         if missing and item.path.is_relative_to(Path(__file__).parent):
-            item.add_marker(pytest.mark.skip(reason=f"{' and '.join(missing)} not installed"))
+            item.add_marker(pytest.mark.skip(reason=needs(" and ".join(missing))))

@@ -18,11 +18,10 @@ import pytest
 import torch
 
 from tests.harness import models, run_ranks
+from tests.harness.skips import needs
 from tests.integration import tiny
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("lightning") is None, reason="lightning not installed: pip install lightning"
-)
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason=needs("lightning"))
 EPOCHS = 2
 ACCUMULATE = 2
 CLIP = 0.3

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from tests.harness import run_ranks
+from tests.harness.skips import needs
 from tests.integration import tiny
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft not installed")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason=needs("peft"))
 WORLD = 4
 
 

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from tests.harness import run_ranks
+from tests.harness.skips import needs
 from tests.integration import tiny
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} not installed: pip install trl peft")
-    for name in ("trl", "peft")
+    pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=needs(name)) for name in ("trl", "peft")
 ]
 TEXT = tiny.TEXT.decode()
 STEPS = 4

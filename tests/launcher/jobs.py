@@ -20,8 +20,12 @@ from pathlib import Path
 rank = os.environ.get("RANK", "x")
 out = Path(os.environ["DS_TEST_OUT"])
 stubborn = "ignore" in sys.argv
+inherited = {signal.Signals(s).name: signal.getsignal(s) is signal.SIG_IGN
+             for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)}
 for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-    if stubborn:
+    if "asis" in sys.argv:
+        pass
+    elif stubborn:
         signal.signal(s, signal.SIG_IGN)
     elif "save" in sys.argv:
         def save(signum, frame):
@@ -44,7 +48,7 @@ if "grandchild" in sys.argv:
     (out / f"pid{rank}.child.tmp").write_text(str(child.pid))
     (out / f"pid{rank}.child.tmp").rename(out / f"pid{rank}.child")
 facts = {"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "cores": sorted(os.sched_getaffinity(0)),
-         "sigmask": len(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "ppid": os.getppid()}
+         "ignored": inherited, "sigmask": len(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "ppid": os.getppid()}
 (out / f"facts{rank}.tmp").write_text(json.dumps(facts))
 (out / f"facts{rank}.tmp").rename(out / f"facts{rank}")
 (out / f"pid{rank}.tmp").write_text(str(os.getpid()))
@@ -115,8 +119,9 @@ def start(
     script: Sequence[str] | None = None,
     cwd: Path | None = None,
     prefix: Sequence[str] = (),
+    ignored: Sequence[int] = (),
 ) -> Job:
-    """Start `deepspeed ARGS worker.py WORKER_ARGS` in `folder`, on the CPU."""
+    """Start `deepspeed ARGS worker.py WORKER_ARGS` in `folder`, on the CPU, with signals `ignored` from the start."""
     out = folder / "out"
     out.mkdir(exist_ok=True)
     (folder / "worker.py").write_text(WORKER)
@@ -131,8 +136,24 @@ def start(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=as_a_terminal_would if not ignored else lambda: ignore(ignored),
     )
     return Job(popen, out)
+
+
+def as_a_terminal_would() -> None:
+    """In a child before it becomes another program: signals as at a terminal, however the suite was started."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(signum, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def ignore(signals: Sequence[int]) -> None:
+    """In a child likewise: ``signals`` ignored, and blocked too, as by a shell's ``&``, ``nohup`` or a supervisor."""
+    as_a_terminal_would()
+    for signum in signals:
+        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, {*signals} - {signal.SIGHUP})
 
 
 def clean_environment() -> dict[str, str]:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.harness.skips import MULTIHOST_TOOLS, needs
 from tests.launcher import jobs
 
 SSHD = "/usr/sbin/sshd"
@@ -52,14 +53,14 @@ class Lab:
 def missing() -> str:
     """Why there can be no lab here; empty if there can."""
     if os.geteuid() != 0:
-        return "only root can make network namespaces"
+        return needs("network namespaces, which only root can make", "make test as root")
     lacking = [name for name in ("ip", "ssh", "ssh-keygen", SSHD) if shutil.which(name) is None]
     if lacking:
-        return f"not installed: {', '.join(lacking)} (apt-get install openssh-server iproute2)"
+        return needs(", ".join(lacking), MULTIHOST_TOOLS)
     probe = f"dsprobe{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
     if made.returncode:
-        return f"cannot make a network namespace: {made.stderr.strip()}"
+        return needs(f"a network namespace: {made.stderr.strip()}", "a container with CAP_SYS_ADMIN")
     subprocess.run(["ip", "netns", "del", probe], check=True)
     return ""
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.skips import MULTIHOST_TOOLS, needs
 from tests.launcher import jobs
 from tests.launcher import lab as labs
 from tests.launcher.test_quoting import TORTURE
@@ -51,11 +52,11 @@ def start(job: StartJob, lab: labs.Lab, tmp_path: Path) -> StartJob:
         shims: list[Path] = []
         if backend in ("pdsh", "ssh"):
             if shutil.which(backend) is None:
-                pytest.skip(f"not installed: {backend} (apt-get install pdsh)")
+                pytest.skip(needs(backend, MULTIHOST_TOOLS))
         else:
             real = mpirun_of(backend)
             if real is None:
-                pytest.skip(f"no mpirun for {backend} (apt-get install openmpi-bin mpich)")
+                pytest.skip(needs(f"an mpirun for {backend}", MULTIHOST_TOOLS))
             shims.append(tmp_path / "shims")
             shims[0].mkdir(exist_ok=True)
             (shims[0] / "mpirun").write_text(f'#!/bin/sh\nexec {real} "$@"\n')
@@ -267,6 +268,7 @@ def test_elastic_restart_across_two_hosts(start: StartJob, tmp_path: Path) -> No
         "again = (out / 'failed').exists()\n"
         "(out / f'ran{int(again)}.{rank}').write_text(os.environ['WORLD_SIZE'])\n"
         "if not again and rank == '0': time.sleep(60)\n"  # as a rank that waits for its peer would
+        "while not (out / 'ran0.0').exists(): time.sleep(0.01)\n"  # rank 0 knows which round it is in
         "if not again: (out / 'failed').touch(), sys.exit(5)\n"
     )
     script = write(tmp_path / "elastic" / "train.py", program)

@@ -14,6 +14,7 @@ import pytest
 
 from deepspeed.errors import LauncherError
 from deepspeed.launcher import cores, launch, runner, slots
+from tests.harness.skips import needs
 from tests.launcher import jobs
 from tests.launcher.test_quoting import TORTURE
 
@@ -210,7 +211,7 @@ def test_a_hostfile_that_names_only_this_host_needs_no_backend(job: StartJob, tm
 def test_cores_are_shared_out(job: StartJob) -> None:
     allowed = sorted(os.sched_getaffinity(0))
     if len(allowed) < 2:
-        pytest.skip("needs two cores")
+        pytest.skip(needs("two cores", "another machine"))
     run = job("--num_gpus", "2", "--bind_cores_to_rank")
     assert run.wait()[0] == 0
     share = len(allowed) // 2

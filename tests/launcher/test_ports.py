@@ -14,6 +14,7 @@ import pytest
 
 from deepspeed.launcher.constants import DEFAULT_PORT
 from deepspeed.launcher.slots import free_port, port_is_free
+from tests.harness.skips import needs
 from tests.launcher import jobs
 
 StartJob = Callable[..., jobs.Job]
@@ -34,7 +35,7 @@ def listener(request: pytest.FixtureRequest) -> Iterator[Callable[[int], int]]:
                     return int(sock.getsockname()[1])
                 except OSError as err:  # somebody else's job listens there, or there is no such address
                     if err.errno != errno.EADDRINUSE or time.monotonic() > deadline:
-                        pytest.skip(f"cannot listen on {request.param} port {port}: {err}")
+                        pytest.skip(needs(f"to listen on {request.param} port {port}: {err}", "end what uses the port"))
                     time.sleep(0.1)
 
         yield listen

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -158,6 +159,7 @@ def test_a_signal_during_spawning_leaves_nothing(job: StartJob, tmp_path: Path, 
         capture_output=True,
         text=True,
         timeout=15,
+        preexec_fn=jobs.as_a_terminal_would,
     )
     assert result.returncode == 128 + signum, result.stderr
     pids = [int(path.read_text()) for path in (tmp_path / "out").glob("pid*") if path.suffix != ".tmp"]
@@ -170,38 +172,41 @@ def free() -> int:
     return free_port()
 
 
-def test_ignored_hangups_stay_ignored(tmp_path: Path) -> None:
-    """`nohup deepspeed …` goes on when the terminal closes."""
-    out = tmp_path / "out"
-    out.mkdir()
-    (tmp_path / "worker.py").write_text(jobs.WORKER)
-    env = {**jobs.clean_environment(), "DS_TEST_OUT": str(out), "DEEPSPEED_LAUNCHER_GRACE": "2"}
-    command = [
-        "nohup",
-        sys.executable,
-        "-m",
-        "deepspeed.launcher.runner",
-        "-q",
-        "--num_gpus",
-        "1",
-        "worker.py",
-        "sleep",
-    ]
-    popen = subprocess.Popen(
-        command, cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    run = jobs.Job(popen, out)  # type: ignore[arg-type]
-    try:
-        pids = run.pids(1)
-        popen.send_signal(signal.SIGHUP)
-        time.sleep(0.3)
-        assert popen.poll() is None
-        assert jobs.alive(pids[0])
-        popen.send_signal(signal.SIGTERM)
-        assert popen.wait(10) == 143
-        assert jobs.seconds_until_gone(pids, 0.5) < 0.5
-    finally:
-        run.kill()
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("target", ["runner", "launch"])
+def test_a_job_that_was_started_to_ignore_signals_ends_by_them(
+    job: StartJob, target: str, signum: signal.Signals
+) -> None:
+    """`nohup deepspeed … &`, a CI step, a container's first process: a hangup goes unheard, the others end the job."""
+    everything = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
+    run = job("--num_gpus", "2", worker=("asis", "sleep"), grace=20, ignored=everything)
+    pids = run.pids(2)
+    for rank in range(2):
+        facts = json.loads((run.out / f"facts{rank}").read_text())
+        assert facts["ignored"] == {"SIGTERM": False, "SIGINT": False, "SIGHUP": True, "SIGCHLD": False}
+        assert facts["sigmask"] == 0
+    addressed = run.popen.pid if target == "runner" else run.launch_pid()
+    os.kill(addressed, signal.SIGHUP)
+    time.sleep(0.3)
+    assert run.popen.poll() is None
+    assert all(map(jobs.alive, pids))
+    started = time.monotonic()
+    os.kill(addressed, signum)
+    assert run.wait()[0] == 128 + signum
+    assert time.monotonic() - started < 5  # not the grace period
+    assert jobs.seconds_until_gone(pids, 0.5) < 0.5
+
+
+def test_an_interrupt_is_heard_while_hosts_are_asked(job: StartJob, tmp_path: Path) -> None:
+    """Before there is anything to supervise, and with SIGINT ignored from the start."""
+    (tmp_path / "hostfile").write_text("one slots=1\ntwo slots=1\n")
+    (tmp_path / "ssh").write_text("#!/bin/sh\ntouch asked\nexec sleep 60\n")
+    (tmp_path / "ssh").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    run = job("--hostfile", "hostfile", worker=("sleep",), env=env, ignored=(signal.SIGINT,))
+    jobs.wait_until((tmp_path / "asked").exists, 15, "no host was asked")
+    run.popen.send_signal(signal.SIGINT)
+    assert run.wait(10)[0] == 130
 
 
 def test_ending_one_job_leaves_the_other_alone(job: StartJob, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from fnmatch import fnmatch
 
 import pytest
 
+from tests.harness.skips import needs
 from tests.meta.sources import ROOT, files
 
 HEADER = "# SPDX-License-Identifier: Apache-2.0"
@@ -68,7 +69,7 @@ def machine_paths(text: str) -> list[str]:
 def test_no_path_of_a_machine() -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode != 0:
-        pytest.skip("not a git checkout")
+        pytest.skip(needs("a git checkout", "git clone"))
     found = {}
     for name in listed.stdout.splitlines():
         path = ROOT / name

@@ -18,6 +18,7 @@ from deepspeed.runtime.config_sections import ScalarConfig, TagValidation
 from deepspeed.runtime.config_utils import ConfigSection, warn_once
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, ZeroStageEnum
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from tests.harness.skips import needs
 
 BASE: dict[str, Any] = {"train_batch_size": 8, "zero_optimization": {"stage": 3}}
 AUTO_FP16 = dict.fromkeys(
@@ -244,7 +245,7 @@ def test_sources_are_equivalent(tmp_path):
 
 
 def test_hjson(tmp_path):
-    pytest.importorskip("hjson")
+    pytest.importorskip("hjson", reason=needs("hjson"))
     path = tmp_path / "config.hjson"
     path.write_text("{\n  # a remark\n  train_batch_size: 8\n  zero_optimization: {stage: 3}\n}")
     assert DeepSpeedConfig(path, world_size=2).train_micro_batch_size_per_gpu == 4

@@ -14,6 +14,7 @@ from deepspeed.errors import ConfigError
 from deepspeed.monitor import monitor
 from deepspeed.monitor.config import CometConfig, CSVConfig, MonitorConfig, TensorBoardConfig, WandbConfig
 from deepspeed.monitor.monitor import MonitorMaster
+from tests.harness.skips import needs
 
 EVENTS = [("Train/Samples/lr", 0.25, 8), ("Train/Samples/loss_scale", torch.tensor(4.0), 8)]
 
@@ -108,7 +109,7 @@ def test_comet_logs_a_name_once_per_interval(monkeypatch):
 
 
 def test_tensorboard_files(tmp_path):
-    pytest.importorskip("tensorboard")
+    pytest.importorskip("tensorboard", reason=needs("tensorboard"))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = TensorBoardConfig(enabled=True, output_path=str(tmp_path), job_name="job")

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader
 from deepspeed.runtime.utils import move_to_device, see_memory_usage, set_random_seed
+from tests.harness.skips import needs
 
 Pair = namedtuple("Pair", ["a", "b"])
 
@@ -99,13 +100,13 @@ def test_move_keeps_the_structure() -> None:
 
 
 def test_move_follows_transformers_batches() -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason=needs("transformers"))
     batch = transformers.BatchEncoding({"input_ids": torch.ones(1, 2)})
     assert move_to_device(batch, "meta")["input_ids"].is_meta
 
 
 def test_seed_fixes_every_generator() -> None:
-    numpy = pytest.importorskip("numpy")
+    numpy = pytest.importorskip("numpy", reason=needs("numpy"))
 
     def draw() -> tuple[float, float, float]:
         return random.random(), float(numpy.random.rand()), float(torch.rand(1))
