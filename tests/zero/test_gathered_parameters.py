@@ -18,6 +18,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import deepspeed
+from deepspeed.errors import UsageError
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param
 from tests.dist.support import assert_tensors, full_params, initialize, settings, train
@@ -63,15 +64,84 @@ def arguments(after_initialize: bool) -> None:
     with GatheredParameters(module.layers[0].parameters()), GatheredParameters(module.layers[1].parameters()):
         assert module.layers[0].up.weight.numel() and module.layers[1].up.weight.numel()
     assert shards(module)
-    with GatheredParameters(list(module.layers.parameters())):
-        with pytest.raises(RuntimeError, match=str(module.layers[0].up.weight.ds_id)):
-            with GatheredParameters([module.layers[0].up.weight]):
-                pass
-        assert module.layers[0].up.weight.numel()
     with pytest.raises(RuntimeError):
         with GatheredParameters(module.parameters(), modifier_rank=99):
             pass
     assert shards(module)
+
+
+def joined(checks: bool) -> None:
+    """A block inside a block over the same parameters: code that gathers for itself, called by code that has."""
+    engine = initialize(models.uneven(), settings(zero={"enable_sanity_checks": checks}), reference.sgd)
+    up, down, rank = engine.module.up.weight, engine.module.down.weight, dist.get_rank()
+    before = full_params(engine.module)
+    both = [up, down]
+    with GatheredParameters(both):
+        with GatheredParameters([up]), GatheredParameters(iter([up])):
+            assert torch.equal(up, before["up.weight"])
+        assert torch.equal(up, before["up.weight"]) and torch.equal(down, before["down.weight"])
+        with GatheredParameters([up, engine.module.embed.weight], modifier_rank=0):
+            if rank == 0:
+                up.data.mul_(2)
+            engine.module.embed.weight.data.add_(rank)
+        assert torch.equal(up, 2 * before["up.weight"]), "on every rank, and still shown"
+        assert not engine.module.embed.weight.numel()
+        with GatheredParameters([down], modifier_rank=dist.get_world_size() - 1):
+            down.data = torch.full_like(down, float(rank))  # replaced, not edited in place
+        with pytest.raises(ZeroDivisionError), GatheredParameters([up]):
+            raise ZeroDivisionError
+        assert torch.equal(up, 2 * before["up.weight"])
+    assert shards(engine.module)
+    wanted = {
+        **before,
+        "up.weight": 2 * before["up.weight"],
+        "down.weight": torch.full_like(before["down.weight"], float(dist.get_world_size() - 1)),
+    }
+    assert_tensors(full_params(engine.module), wanted, 0, 0)
+    with GatheredParameters(both, modifier_rank=0):
+        with GatheredParameters([up]):
+            up.data.zero_() if rank == 0 else None  # the outer block decides
+        assert up.numel()
+    wanted["up.weight"].zero_()
+    assert_tensors(full_params(engine.module), wanted, 0, 0)
+    first, second = GatheredParameters(both), GatheredParameters(both, modifier_rank=0)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)  # not nested: the last one lets go
+    down.data.fill_(float(rank))
+    second.__exit__(None, None, None)
+    wanted["down.weight"].zero_()
+    assert shards(engine.module)
+    assert_tensors(full_params(engine.module), wanted, 0, 0)
+    assert torch.equal(safe_get_full_fp32_param(down), wanted["down.weight"])
+    train(engine, models.batch, range(1))
+
+
+def unfit(how: str, odd: int, modifier: int) -> str:
+    """One rank alone leaves something that cannot be sent: all raise, and the weights are as before."""
+    engine = initialize(models.uneven(), settings())
+    before = full_params(engine.module)
+    with pytest.raises(UsageError) as caught:
+        with GatheredParameters(list(engine.module.parameters()), modifier_rank=modifier):
+            engine.module.down.weight.data.zero_()
+            if dist.get_rank() == odd:
+                data = engine.module.up.weight.data
+                engine.module.up.weight.data = data[1:] if how == "shape" else data.double()
+    assert shards(engine.module)
+    assert_tensors(full_params(engine.module), before, 0, 0)
+    train(engine, models.batch, range(1))
+    return str(caught.value)
+
+
+def checked_edit(odd: int) -> str:
+    """One rank alone edits in a read-only block, under sanity checks."""
+    engine = initialize(models.uneven(), settings(zero={"enable_sanity_checks": True}))
+    with pytest.raises(UsageError) as caught:
+        with GatheredParameters(list(engine.module.parameters())):
+            if dist.get_rank() == odd:
+                engine.module.down.weight.data.zero_()
+    train(engine, models.batch, range(1))
+    return str(caught.value)
 
 
 def errors_inside() -> None:
@@ -296,6 +366,25 @@ def test_blocks_inside_forward_and_backward(hpz: int, persistent: bool) -> None:
 @pytest.mark.parametrize("after_initialize", [False, True])
 def test_arguments(after_initialize: bool) -> None:
     run_ranks(arguments, 4, after_initialize)
+
+
+@pytest.mark.parametrize("checks", [False, True])
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_block_inside_a_block_joins_it(world: int, checks: bool) -> None:
+    run_ranks(joined, world, checks)
+
+
+@pytest.mark.parametrize("how", ["shape", "dtype"])
+@pytest.mark.parametrize(("odd", "modifier"), [(0, 0), (1, 0), (0, 1)])
+def test_what_one_rank_cannot_send_is_an_error_on_all(how: str, odd: int, modifier: int) -> None:
+    for text in run_ranks(unfit, 2, how, odd, modifier):
+        assert f"rank {odd} leaves up.weight with another {how} than" in text
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_an_edit_by_one_rank_is_an_error_on_all_under_sanity_checks(odd: int) -> None:
+    for text in run_ranks(checked_edit, 2, odd):
+        assert f"down.weight on rank {odd} edited inside a read-only block" in text
 
 
 def test_errors_inside() -> None:

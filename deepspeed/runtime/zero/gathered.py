@@ -31,6 +31,9 @@ class GatheredParameters:
     read-only: edits are dropped, with a warning that names the parameters (an error under
     ``zero_optimization.enable_sanity_checks``).
 
+    A block inside a block over the same parameters joins it: nothing is let go before the outermost ends, an edit of an
+    inner ``modifier_rank`` is on every rank when the inner block ends, and without one the outer block decides.
+
     Args:
         params: a parameter or any iterable; what is not sharded is left alone, duplicates count once.
         modifier_rank: rank within the sharding group whose edits are kept, or None.
@@ -38,7 +41,8 @@ class GatheredParameters:
         enabled: False makes the block do nothing.
 
     Raises:
-        RuntimeError: another block already holds one of the parameters.
+        UsageError: (a ``RuntimeError``) ``modifier_rank`` is not a rank of the group, or what was written cannot be
+            sent: another shape, dtype or device.
     """
 
     def __init__(
@@ -55,50 +59,41 @@ class GatheredParameters:
         if enabled:
             items = [params] if isinstance(params, torch.Tensor) else params
             self.params = sorted(sharded_of(items), key=lambda p: p.id)
-        self._counters: list[int] = []
 
     def __enter__(self) -> None:
         if not self.params:
             return
-        held = [p.id for p in self.params if p.pins]
-        if held:
-            raise UsageError(
-                f"GatheredParameters: parameters with ds_id {held} are held by an enclosing GatheredParameters block; "
-                "gather each parameter in one block only"
-            )
         self._check_modifier()
         self._tell_the_pass()
-        access.gather_params(self.params)
-        for p in self.params:
-            p.pins += 1
-            p.unit.pinned += 1
+        first = [p for p in self.params if not p.pins]
+        access.gather_params(first)
+        for p in first:
             if self.modifier_rank is None and p.unit.aliased:
                 # in a world of one the full weights are the shard: hand out a copy, so that edits can be dropped
                 p.view = p.shard.view(p.shape).clone()
                 expose_param(p)
-        self._counters = [p.param._version for p in self.params]
+            p.shown = p.param._version
+        for p in self.params:
+            p.pins += 1
+            p.unit.pinned += 1
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self.params:
             return
-        from .partition_parameters import Init
-
-        failed = kind is not None
+        done = kind is None
+        written = False
         edited: list[ShardedParam] = []
         try:
-            if self.modifier_rank is not None and not failed:
+            if done and self.modifier_rank is not None:
                 self._broadcast()
-                Init._partition([p.param for p in self._released()], has_been_updated=True)
-                return
-            edited = [] if failed else self._edited()
+                written = True
+            elif done:
+                edited = self._edited()
         finally:
-            changed = set(edited)
-            released = [p for p in self._released() if p in changed or not p.unit.hold_until_flush]
-            if released:
-                Init._partition([p.param for p in released], has_been_updated=False)
-        if edited:
+            self._let_go(written, edited)
+        if done and self.modifier_rank is None:
             self._complain(edited)
 
     def _tell_the_pass(self) -> None:
@@ -110,17 +105,24 @@ class GatheredParameters:
             if unit.watcher is not None:
                 unit.watcher.on_pass(chosen)
 
-    def _released(self) -> list[ShardedParam]:
-        """Let go of the parameters; returns those that this block still held."""
-        params, self.params = self.params, []
-        for p in params:
+    def _let_go(self, written: bool, edited: list[ShardedParam]) -> None:
+        """Write the weights to every copy if they were ``written``, and release what no other block or pass holds."""
+        from .partition_parameters import Init
+
+        for p in self.params:
             p.pins -= 1
             p.unit.pinned -= 1
-            if self.modifier_rank is None and p.unit.aliased:
+        if written:
+            Init._partition([p.param for p in self.params], has_been_updated=True)
+        else:
+            changed = set(edited)
+            gone = [p for p in self.params if not p.pins and (p in changed or not p.unit.hold_until_flush)]
+            Init._partition([p.param for p in gone], has_been_updated=False)
+        for p in self.params:
+            if not p.pins and p.unit.aliased:
                 p.view = p.shard.view(p.shape)
                 if p.param.numel():
                     p.param.data = p.view
-        return params
 
     def _check_modifier(self) -> None:
         size = self.params[0].groups.primary.size
@@ -128,19 +130,18 @@ class GatheredParameters:
             raise UsageError(f"GatheredParameters: modifier_rank {self.modifier_rank} is not a rank of 0..{size - 1}")
 
     def _broadcast(self) -> None:
+        """Send the weights of ``modifier_rank``, once every rank has memory for them."""
+        mine = next(((at, how) for at, p in enumerate(self.params) if (how := _other(p)) >= 0), (-1, -1))
+        for rank, (at, how) in enumerate(self._told(mine)):
+            if at >= 0:
+                p = self.params[at]
+                raise UsageError(
+                    f"GatheredParameters: rank {rank} leaves {p.name} with another {_OTHER[how]} than "
+                    f"{tuple(p.shape)}, {p.dtype}, {p.unit.device}; edit it in place"
+                )
+        assert self.modifier_rank is not None
         for p in self.params:
             data = p.param.data
-            if data.device != p.unit.device:
-                raise UsageError(
-                    f"GatheredParameters: {p.name} was moved to {data.device} inside the block; leave it on "
-                    f"{p.unit.device} to have the edit written back"
-                )
-            if tuple(data.shape) != tuple(p.shape) or data.dtype != p.dtype:
-                raise UsageError(
-                    f"GatheredParameters: {p.name} has shape {tuple(data.shape)} and dtype {data.dtype} at the end of "
-                    f"the block, was {tuple(p.shape)} and {p.dtype}; edit it in place"
-                )
-            assert self.modifier_rank is not None
             if not data.is_contiguous():
                 data = data.contiguous()
                 p.param.data = data
@@ -150,12 +151,22 @@ class GatheredParameters:
                 except RuntimeError as error:
                     raise p.groups.lost(f"broadcasting what was written to {p.name}", error) from error
 
+    def _told(self, mine: tuple[int, int]) -> list[list[int]]:
+        """``mine`` of every rank, by rank. Collective."""
+        p = self.params[0]
+        try:
+            return wire.exchange(torch.tensor(mine, device=p.unit.device), p.groups.primary).tolist()  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            raise p.groups.lost("leaving a GatheredParameters block", error) from error
+
     def _edited(self) -> list[ShardedParam]:
-        """Parameters whose full weights no longer are what was gathered."""
+        """Parameters that no other block holds and whose full weights no longer are what was gathered."""
         edited = []
-        for p, counter in zip(self.params, self._counters, strict=True):
+        for p in self.params:
+            if p.pins > 1:
+                continue
             data = p.param.data
-            if p.param._version != counter or data.numel() != p.numel:
+            if p.param._version != p.shown or data.numel() != p.numel:
                 edited.append(p)
             elif p.numel and data.device == p.shard.device and data.dtype == p.dtype:
                 mine = p.shard_of(data)
@@ -164,11 +175,29 @@ class GatheredParameters:
         return edited
 
     def _complain(self, edited: list[ShardedParam]) -> None:
+        """Warn of edits that were dropped; with sanity checks an error, on every rank."""
+        checked = self.params[0].groups.checks is not None
         names = ", ".join(p.name for p in edited[:5]) + (", …" if len(edited) > 5 else "")
+        if checked:
+            first = self.params.index(edited[0]) if edited else -1
+            told = self._told((first, 0))
+            names = ", ".join(f"{self.params[at].name} on rank {rank}" for rank, (at, _) in enumerate(told) if at >= 0)
+        if not names:
+            return
         text = (
             f"GatheredParameters: {names} edited inside a read-only block (modifier_rank=None); the edit was dropped. "
             "Pass modifier_rank=<rank whose weights count> to keep it"
         )
-        if edited[0].groups.checks is not None:
+        if checked:
             raise UsageError(text)
         logger.warning(text)
+
+
+_OTHER = ("device", "shape", "dtype")
+
+
+def _other(p: ShardedParam) -> int:
+    """Which of ``_OTHER`` the weights of ``p`` have no longer in common with what was gathered; -1: none."""
+    data = p.param.data
+    same = (data.device == p.unit.device, tuple(data.shape) == tuple(p.shape), data.dtype == p.dtype)
+    return same.index(False) if False in same else -1

@@ -49,7 +49,7 @@ def partition_params(
     free: bool = True,
     secondary: Callable[[Sequence[ShardedParam], bool], None] = refresh_secondary,
 ) -> None:
-    """Conceal ``params``; with ``has_been_updated`` first write their full weights back to the shards.
+    """Conceal ``params``, except what a block holds; with ``has_been_updated`` first write their full weights back.
 
     The full weights must then be the same on every rank. The hpZ secondary is rewritten at once, so that no gather
     across groups is wasted.
@@ -65,12 +65,14 @@ def partition_params(
                 p.full_version = p.version
                 if p.view is not None and data.data_ptr() != p.view.data_ptr():  # replaced, not edited in place
                     p.view.copy_(data)
+                p.shown = p.param._version
         elif unit.users:  # a forward of its module is running and still needs it
             continue
         secondary(exposed, has_been_updated)
         for p in exposed:
-            conceal_param(p)
-            p.full_version = -1
+            if not p.pins:
+                conceal_param(p)
+                p.full_version = -1
         unit.fresh = unit.exposed = False
         if free and not unit.pinned and all(p.status is ZeroParamStatus.NOT_AVAILABLE for p in unit.params):
             unit.free()

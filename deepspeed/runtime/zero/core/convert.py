@@ -10,8 +10,7 @@ from torch import nn
 
 from . import host, layout, wire
 from .param import ShardedParam, ShardGroups
-from .parameter import ReleasedZeroParameter, ZeroParameter, classes_for
-from .unit import ShardedUnit, conceal_param
+from .parameter import ReleasedZeroParameter, ZeroParameter, adopt_shard
 
 BROADCAST_CHUNK = 1 << 26
 """Elements broadcast at a time, so that a huge parameter needs no second full copy on the device."""
@@ -75,20 +74,6 @@ def _pieces(data: torch.Tensor, limit: int, start: int = 0) -> Iterator[tuple[in
     rows = max(limit // row, 1)
     for first in range(0, len(data), rows):
         yield start + first * row, data[first : first + rows].reshape(-1)
-
-
-def adopt_shard(
-    param: nn.Parameter, shard: torch.Tensor, shape: torch.Size, groups: ShardGroups, device: torch.device
-) -> ShardedParam:
-    """Make ``param`` a sharded parameter of ``shape`` whose shard is ``shard``; its own data is dropped."""
-    shown, released = classes_for(type(param))
-    sharded = ShardedParam(param, shard, shape, groups, shown, released)
-    ShardedUnit([sharded], device)
-    param.data = sharded.unit.empty
-    param.__class__ = shown
-    param._sharded = sharded  # type: ignore[attr-defined]
-    conceal_param(sharded)
-    return sharded
 
 
 def is_sharded(param: object) -> bool:

@@ -69,6 +69,33 @@ MANY_CALLS = 16
 """Forward calls of one scope after which those that no graph holds any more are looked for."""
 
 
+_HOOKED = "_ds_hooked"
+"""Attribute of a module with hooks, which takes them out of a copy of the module."""
+
+_HOOK_DICTS = tuple(
+    f"_forward_{kind}" for kind in
+    ("pre_hooks", "pre_hooks_with_kwargs", "hooks", "hooks_with_kwargs", "hooks_always_called")
+)  # fmt: skip
+"""Where torch keeps a module's hooks, by number."""
+
+
+class _Hooked:
+    """``copy.deepcopy`` of the attribute that holds this takes the hooks ``numbers`` out of the copy of ``module``.
+
+    They gather the parameters of the original; the copy has some of its own. torch makes the attribute's turn the last,
+    since it is the latest.
+    """
+
+    def __init__(self, module: nn.Module, numbers: set[int]) -> None:
+        self.module, self.numbers = module, numbers
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        for name in _HOOK_DICTS:
+            copied = memo.get(id(self.module.__dict__[name]), {})
+            for number in self.numbers & copied.keys():
+                del copied[number]
+
+
 class ScopeHooks:
     """Installs the hooks of one model and holds what they share."""
 
@@ -99,24 +126,36 @@ class ScopeHooks:
 
     def install(self) -> None:
         """Put hooks on every scope's module, on the root and on every trainable parameter."""
-        root = self.root
+        root, before, after = self.root, self.forward_handles, self.backward_handles
         passes = self._pass_modules()
         for module in passes:
-            self.forward_handles.append(module.register_forward_pre_hook(self._begin_forward, prepend=True))
+            self._hook(module, before, module.register_forward_pre_hook(self._begin_forward, prepend=True))
         for scope in self.scopes:
             pre, post = self._forward_hooks_of(scope)
             module = scope.module
-            self.forward_handles.append(module.register_forward_pre_hook(pre, with_kwargs=True))
-            self.backward_handles.append(module.register_forward_hook(post))
+            self._hook(module, before, module.register_forward_pre_hook(pre, with_kwargs=True))
+            self._hook(module, after, module.register_forward_hook(post))
         if self.root_scope not in self.scopes:
-            self.backward_handles.append(root.register_forward_hook(self._root_output))
+            self._hook(root, after, root.register_forward_hook(self._root_output))
         for module in passes:
-            self.forward_handles.append(module.register_forward_hook(self._end_forward, always_call=True))
+            self._hook(module, before, module.register_forward_hook(self._end_forward, always_call=True))
         if self.grads is not None:
             for unit in self.grads.order:
                 for p in unit.trainable:
                     handle = p.param.register_post_accumulate_grad_hook(self.grads.hook_for(p))
                     self.backward_handles.append(handle)
+
+    @staticmethod
+    def _hook(module: nn.Module, handles: list[RemovableHandle], handle: RemovableHandle) -> None:
+        handles.append(handle)
+        hooked = module.__dict__.get(_HOOKED)
+        if hooked is None:
+            hooked = module.__dict__[_HOOKED] = _Hooked(module, set())
+        hooked.numbers.add(handle.id)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ScopeHooks:
+        """A copy of a module names these before they are taken out of it."""
+        return self
 
     def _pass_modules(self) -> list[nn.Module]:
         """Modules whose call is a pass over several scopes: the root, and inner models that may be called alone."""
@@ -140,6 +179,8 @@ class ScopeHooks:
             handle.remove()
         self.forward_handles.clear()
         self.backward_handles.clear()
+        for module in self.root.modules():
+            module.__dict__.pop(_HOOKED, None)
 
     def let_go(self, module: nn.Module) -> None:
         """`module` is about to get hooks of its own: where it contains this model, this model's go.

@@ -187,6 +187,8 @@ class ShardedParam:
         shard: 1-D primary shard, ``ceil(numel / world)`` elements, padding zero.
         secondary: 1-D hpZ shard, ``world * shard / P`` elements, or None before it is first needed.
         version, full_version, secondary_version: the version of the primary and of the weights in each copy.
+        pins: ``GatheredParameters`` blocks that hold the full weights; ``shown``: torch's count of writes to ``param``
+            when these were last what the shards hold.
         reading: follows the newest copy of a shard on the host to the device, until that was waited for (``host.py``).
     """
 
@@ -213,6 +215,7 @@ class ShardedParam:
         "secondary_version",
         "shape",
         "shard",
+        "shown",
         "status",
         "unit",
         "version",
@@ -252,7 +255,7 @@ class ShardedParam:
         self.persistent = False
         self.external = False
         self.leaf = False
-        self.pins = 0
+        self.pins = self.shown = 0
         self.reading: host.Event | None = None
         self.grad_is_ready = True
 

@@ -9,6 +9,7 @@ never heard of sharding work without registration, at no cost where the weights 
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Iterable
@@ -17,10 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.errors import UsageError
-
 from . import access, fetch, host
-from .param import ShardedParam, ZeroParamStatus, ZeroParamType
+from .param import ShardedParam, ShardGroups, ZeroParamStatus, ZeroParamType
+from .unit import ShardedUnit, conceal_param
 
 _PASS = frozenset(
     """element_size is_floating_point is_complex is_signed requires_grad_ register_hook
@@ -243,21 +243,23 @@ class ZeroParameter(nn.Parameter):
             access.partition_params([sharded])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A plain parameter with the full weights.
+        """Inside ``GatheredParameters`` a plain parameter with the full weights; else a sharded one of its own.
 
-        Raises:
-            UsageError: the weights are not gathered.
+        The sharded copy has the same groups, a shard of its own and the attributes; nothing is communicated.
         """
         if id(self) in memo:
             return memo[id(self)]
-        if self._sharded.status is not ZeroParamStatus.AVAILABLE:
-            raise UsageError(
-                f"deepcopy of {self._sharded.name}, which is partitioned by ZeRO-3 and shows no weights here; copy it "
-                "inside deepspeed.zero.GatheredParameters([...])"
-            )
-        copy = nn.Parameter(self.data.clone(), self.requires_grad)
-        memo[id(self)] = copy
-        return copy
+        sharded = self._sharded
+        if sharded.pins:
+            memo[id(self)] = copied = nn.Parameter(self.data.clone(), self.requires_grad)
+            return copied
+        memo[id(self)] = copied = nn.Parameter(sharded.unit.empty, self.requires_grad)
+        base: Any = next(base for base in type(self).__mro__ if not issubclass(base, ZeroParameter))
+        copied.__class__ = base
+        adopt_shard(copied, sharded.shard.clone(), sharded.shape, sharded.groups, sharded.unit.device)
+        own = {name: value for name, value in self.__dict__.items() if name != "_sharded"}
+        copied.__dict__.update(copy.deepcopy(own, memo))
+        return copied
 
     def detach(self) -> torch.Tensor:
         """The tensor without history; to ``nn.Parameter(self)``, what it takes to become a plain parameter.
@@ -268,10 +270,10 @@ class ZeroParameter(nn.Parameter):
         plain = super().detach()
         if sys._getframe(1).f_code is not _PARAMETER_NEW:
             return plain
-        copy: _Becoming = torch.Tensor._make_subclass(_Becoming, plain.clone(), False)  # type: ignore[assignment]
-        copy.__dict__["origin"] = self, type(self)
+        becoming: _Becoming = torch.Tensor._make_subclass(_Becoming, plain.clone(), False)  # type: ignore[assignment]
+        becoming.__dict__["origin"] = self, type(self)
         self.__class__ = _Becoming  # type: ignore[assignment]
-        return copy
+        return becoming
 
     def __reduce_ex__(self, proto: Any) -> Any:
         """Pickled as the plain parameter that it shows."""
@@ -382,6 +384,20 @@ def classes_for(base: type) -> tuple[type, type]:
         return ZeroParameter, ReleasedZeroParameter
     shown = type(f"Zero{base.__name__}", (ZeroParameter, base), {})
     return shown, type(f"ReleasedZero{base.__name__}", (ReleasedZeroParameter, base), {})
+
+
+def adopt_shard(
+    param: nn.Parameter, shard: torch.Tensor, shape: torch.Size, groups: ShardGroups, device: torch.device
+) -> ShardedParam:
+    """Make ``param`` a sharded parameter of ``shape`` whose shard is ``shard``; its own data is dropped."""
+    shown, released = classes_for(type(param))
+    sharded = ShardedParam(param, shard, shape, groups, shown, released)
+    ShardedUnit([sharded], device)
+    param.data = sharded.unit.empty
+    param.__class__ = shown
+    param._sharded = sharded  # type: ignore[attr-defined]
+    conceal_param(sharded)
+    return sharded
 
 
 def numel_of(param: nn.Parameter) -> int:

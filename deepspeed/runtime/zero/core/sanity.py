@@ -143,7 +143,7 @@ class SanityChecks:
         if fresh and self.groups.primary.rank == 0:
             logger.warning(
                 f"step {self.groups.traffic.place.step + 1}: no rank has a gradient for {', '.join(fresh[:8])}"
-                f"{' and others' if len(fresh) > 8 else ''}; their step uses zero. Freeze parameters that are not used."
+                f"{' and others' if len(fresh) > 8 else ''}; they are left alone. Freeze what is never used."
             )
         self.told.update(fresh)
         self.spoiled = None
