@@ -302,7 +302,11 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: torch.nn.Module, checkpoint_dir: PathLike, tag: str | None = None
 ) -> torch.nn.Module:
-    """Move `model` to the CPU and load the full weights into it (names that do not fit are left out); returns it."""
+    """Move `model` to the CPU and load the full weights into it (names that do not fit are left out); returns it.
+
+    Raises:
+        RuntimeError: a shape differs, or the model is partitioned and no `GatheredParameters` block shows its weights.
+    """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, lazy_mode=True)
     model = model.cpu()
     with torch.no_grad():
@@ -310,6 +314,13 @@ def load_state_dict_from_zero_checkpoint(
             **dict(model.named_parameters(remove_duplicate=False)),
             **dict(model.named_buffers(remove_duplicate=False)),
         }
+        for name in targets.keys() & state.keys():
+            sharded = getattr(targets[name], "_sharded", None)
+            if sharded is not None and not sharded.pins:
+                raise RuntimeError(
+                    f"{name} is partitioned by ZeRO-3 and what is written to it here is lost; load inside "
+                    "deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0)"
+                )
         for name, entry in state.items():
             target = targets.get(name)
             if target is None:

@@ -371,6 +371,20 @@ def test_consolidated(tmp_path: Path, variant: str, world: int, zero: dict[str, 
     model = zero_to_fp32.load_state_dict_from_zero_checkpoint(gm.build(1, **gm.VARIANTS[variant]["model"]), tmp_path)
     for name, param in model.named_parameters(remove_duplicate=False):
         assert torch.equal(param.detach(), state[name].float()), name
+    ranks(_loaded_in_place, 2, str(tmp_path), variant)
+
+
+def _loaded_in_place(folder: str, variant: str) -> None:
+    """Into a live engine's module: inside a block that gathers it; a named error outside, on every rank."""
+    eng = real.engine(variant, zero=PLAIN)
+    everything = list(eng.module.parameters())
+    with pytest.raises(RuntimeError, match="partitioned by ZeRO-3 .*GatheredParameters"):
+        zero_to_fp32.load_state_dict_from_zero_checkpoint(eng.module, folder)
+    with deepspeed.zero.GatheredParameters(everything, modifier_rank=0):
+        zero_to_fp32.load_state_dict_from_zero_checkpoint(eng.module, folder)
+    gathered = torch.load(Path(folder) / "gathered.pt", weights_only=True)
+    for name, tensor in real.weights(eng).items():
+        assert torch.equal(tensor, gathered[name]), name
 
 
 def _consolidated(folder: str, variant: str, zero: dict[str, Any]) -> None:

@@ -70,6 +70,27 @@ def arguments(after_initialize: bool) -> None:
     assert shards(module)
 
 
+def kept_tensors() -> None:
+    """Tensors that were made inside a block and are used after it: whole, as they were, whatever happens since."""
+    engine = initialize(models.uneven(), settings(hpz=2), reference.sgd)
+    for modifier in (None, 0):
+        before = full_params(engine.module)
+        with GatheredParameters(list(engine.module.parameters()), modifier_rank=modifier):
+            state = engine.module.state_dict()
+            views = {name: p.detach().view(-1) for name, p in engine.module.named_parameters()}
+        assert shards(engine.module)
+        for _ in range(2):
+            assert_tensors(state, before, 0, 0)
+            assert_tensors({name: view.view_as(before[name]) for name, view in views.items()}, before, 0, 0)
+            train(engine, models.batch, range(2))
+    with GatheredParameters(list(engine.module.up.parameters())):
+        train(engine, models.batch, range(1))  # a pass of the engine goes on with what was lent
+        kept = engine.module.up.weight.detach()
+        now = kept.clone()
+    train(engine, models.batch, range(2))
+    assert torch.equal(kept, now)
+
+
 def joined(checks: bool) -> None:
     """A block inside a block over the same parameters: code that gathers for itself, called by code that has."""
     engine = initialize(models.uneven(), settings(zero={"enable_sanity_checks": checks}), reference.sgd)
@@ -366,6 +387,10 @@ def test_blocks_inside_forward_and_backward(hpz: int, persistent: bool) -> None:
 @pytest.mark.parametrize("after_initialize", [False, True])
 def test_arguments(after_initialize: bool) -> None:
     run_ranks(arguments, 4, after_initialize)
+
+
+def test_what_is_kept_of_a_block_stays_whole() -> None:
+    run_ranks(kept_tensors, 4)
 
 
 @pytest.mark.parametrize("checks", [False, True])

@@ -18,10 +18,11 @@ from torch import nn
 
 import deepspeed
 from deepspeed.errors import NotSupportedError
-from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero import init_context, partition_parameters
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from tests.dist.support import assert_tensors, full_params, initialize, settings, train
 from tests.harness import models, reference
+from tests.harness.faults import watch
 from tests.harness.pool import run_ranks
 
 Init = deepspeed.zero.Init
@@ -85,6 +86,28 @@ def construction() -> None:
     gathered = [torch.empty(5) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, own)
     assert all(torch.equal(own, other) for other in gathered)
+
+
+def memory_later() -> None:
+    """`skip_init` and whatever else is built without memory: sharded, module by module, as it gets some."""
+    to_empty, rank = nn.Module.to_empty, dist.get_rank()
+    with Init(config_dict_or_path=settings()):
+        with watch(init_context, "shard_parameter", note=lambda args, _: tuple(args[0].shape)) as seen:
+            module = nn.Sequential(nn.utils.skip_init(nn.Linear, 5, 7), nn.Linear(7, 3))
+            assert seen.log == [(7, 5), (7,), (3, 7), (3,)]
+            with torch.device("meta"):
+                later = nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.Linear(5, 2), nn.BatchNorm1d(2)))
+            assert len(seen.log) == 4 and all(p.is_meta for p in later.parameters())
+            later[1].to_empty(device="cpu", recurse=False)
+            assert len(seen.log) == 4
+            later.to_empty(device="cpu")
+    assert nn.Module.to_empty is to_empty
+    module.append(later)
+    assert all_sharded(module)
+    with deepspeed.zero.GatheredParameters(list(module.parameters()), modifier_rank=0):
+        for p in module.parameters():
+            p.data.fill_(0.5 + rank)
+    assert all(torch.equal(p, torch.full_like(p, 0.5)) for p in full_params(module).values())
 
 
 def existing_module() -> None:
@@ -233,7 +256,9 @@ def build_first() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "work", [construction, existing_module, dtypes_and_factories, exceptions], ids=lambda work: work.__name__
+    "work",
+    [construction, memory_later, existing_module, dtypes_and_factories, exceptions],
+    ids=lambda work: work.__name__,
 )
 def test_semantics(work: Any) -> None:
     run_ranks(work, 2)

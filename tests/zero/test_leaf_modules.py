@@ -6,12 +6,14 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import deepspeed.utils as ds
 from deepspeed.runtime.zero.core import partition
-from tests.dist.support import LIMITS, initialize, settings, train
-from tests.harness import models
+from tests.dist.support import LIMITS, assert_tensors, full_params, initialize, settings, train
+from tests.harness import models, reference
 from tests.harness.pool import run_ranks
 
 
@@ -76,3 +78,42 @@ def test_a_leaf_is_one_unit() -> None:
         assert losses == pytest.approx(wanted, rel=1e-6)
     names, _, losses = run_ranks(units_with, 2, "granularity")[0]
     assert len(names) < len(plain) and losses == pytest.approx(wanted, rel=1e-6)
+
+
+class Constant(nn.Module):
+    """Experts of which each rank uses others, on inputs that need no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+
+    def forward(self, index: int) -> Tensor:
+        return self.experts[index % 3](torch.ones(2, 5)) + self.experts[index % 2](torch.ones(2, 5))  # type: ignore[no-any-return]
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.constant, self.head = Constant(), nn.Linear(5, 1)
+
+    def forward(self, index: int) -> Tensor:
+        return nn.functional.softplus(self.head(self.constant(index))).mean()
+
+
+def routed(step: int, rank: int, micro: int = 0) -> tuple[int]:
+    return (step + rank,)
+
+
+def inputs_without_gradient() -> None:
+    model = models.seeded(Routed)
+    ds.set_z3_leaf_modules(model, [Constant])
+    engine = initialize(model, settings(), reference.sgd)
+    losses, _ = train(engine, routed, range(4))
+    world = dist.get_world_size()
+    wanted = reference.train(lambda: models.seeded(Routed), routed, 4, world, optimizer_fn=reference.sgd)
+    assert losses == pytest.approx([step[dist.get_rank()] for step in wanted.losses], rel=1e-6)
+    assert_tensors(full_params(model), wanted.params, 1e-6, 1e-7)
+
+
+def test_a_leaf_whose_inputs_need_no_gradient() -> None:
+    run_ranks(inputs_without_gradient, 3)

@@ -55,6 +55,8 @@ class _Patches:
         nn.Module.__init_subclass__ = classmethod(wrap_new_class)  # type: ignore[assignment]
         self.apply = nn.Module.apply
         nn.Module.apply = _gathering_apply(self, self.apply)  # type: ignore[method-assign, assignment]
+        self.to_empty = nn.Module.to_empty
+        nn.Module.to_empty = _sharding_to_empty(self, self.to_empty)  # type: ignore[method-assign, assignment]
 
     def remove(self) -> None:
         """Put everything back."""
@@ -64,6 +66,7 @@ class _Patches:
         self.constructing.clear()
         del nn.Module.__init_subclass__
         nn.Module.apply = self.apply  # type: ignore[method-assign]
+        nn.Module.to_empty = self.to_empty  # type: ignore[method-assign]
 
     def wrap(self, cls: type) -> None:
         """Wrap the constructor that ``cls`` defines, if it defines one."""
@@ -114,6 +117,19 @@ def _gathering_apply(patches: _Patches, original: Callable[..., Any]) -> Callabl
         return module
 
     return apply
+
+
+def _sharding_to_empty(patches: _Patches, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def to_empty(module: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
+        """``nn.Module.to_empty``, sharding each module as soon as it has memory (``torch.nn.utils.skip_init``)."""
+        for part in list(module.modules()) if recurse else [module]:
+            original(part, device=device, recurse=False)
+            if patches.contexts:
+                patches.contexts[-1]._shard_own_parameters(part)
+        return module
+
+    return to_empty
 
 
 @contextmanager

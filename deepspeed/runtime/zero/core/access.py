@@ -32,6 +32,7 @@ def gather_params(params: Iterable[ShardedParam]) -> None:
         start_gather_of(unit, chosen)
     for unit, chosen in units.items():
         finish_gather(unit)
+        unit.lent = True  # a state dict that is made of them, say, may outlive the block
         for p in chosen:
             expose_param(p)
 

@@ -64,6 +64,7 @@ class ShardedUnit:
         aliased: in a world of one the primary shards are the full weights; nothing is allocated or copied.
         allocated: whether the storage has memory.
         exposed: whether every parameter shows its full weights.
+        lent: code outside may hold tensors of the full weights, because they were gathered for it.
         handle: the gather in flight, and ``incoming`` the parameters that it fills.
         users: forwards that use the unit now; ``pinned``: parameters that a ``GatheredParameters`` context holds.
     """
@@ -86,6 +87,7 @@ class ShardedUnit:
         "keep_eval",
         "keep_forward",
         "late",
+        "lent",
         "ledger",
         "name",
         "nbytes",
@@ -125,6 +127,7 @@ class ShardedUnit:
         self.handle: Handle | None = None
         self.incoming: list[ShardedParam] = []
         self.users = self.pinned = 0
+        self.lent = False
         self.hold_until_flush = False
         self.keep_forward = self.keep_eval = False
         # what grads.py keeps here: parameters that get a gradient; whether it was reduced in backward `epoch`, or twice
@@ -168,14 +171,19 @@ class ShardedUnit:
             self._set_secondary_sources()
 
     def free(self) -> None:
-        """Give the memory back. No parameter may be exposed."""
+        """Give the memory back. No parameter may be exposed.
+
+        Memory that was ``lent``, or that somebody made a numpy array of, lives for as long as somebody holds it, and
+        the next gather gets another.
+        """
         if self.aliased or self.storage is None or not self.allocated:
             return
         self.allocated = self.fresh = False
         self.ledger.live -= self.numel
-        if self.storage.resizable():
+        if self.storage.resizable() and not self.lent:
             self.storage.resize_(0)
-        else:  # somebody made a numpy array of the weights, which keeps this memory; the next gather gets another
+        else:
+            self.lent = False
             self.storage = None
             self.fulls = []
             for p in self.params:
