@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -44,6 +45,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if skipped:
         terminalreporter.section(f"{len(skipped)} skipped")
         terminalreporter.write("\n".join(table(skipped)) + "\n")
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_process_group() -> Iterator[None]:
+    """A test that shards in this process (a world of one) leaves no process group to tests that fork ranks from it."""
+    yield
+    comm = sys.modules.get("deepspeed.comm")
+    if comm is not None and comm.is_initialized():
+        comm.destroy_process_group()
 
 
 @pytest.fixture(scope="session", autouse=True)
