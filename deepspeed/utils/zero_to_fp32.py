@@ -314,7 +314,7 @@ def load_state_dict_from_zero_checkpoint(
             **dict(model.named_parameters(remove_duplicate=False)),
             **dict(model.named_buffers(remove_duplicate=False)),
         }
-        for name in targets.keys() & state.keys():
+        for name in [name for name in targets if name in state]:
             sharded = getattr(targets[name], "_sharded", None)
             if sharded is not None and not sharded.pins:
                 raise RuntimeError(

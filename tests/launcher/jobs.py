@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -136,24 +137,19 @@ def start(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        preexec_fn=as_a_terminal_would if not ignored else lambda: ignore(ignored),
+        preexec_fn=functools.partial(as_a_terminal_would, ignored),
     )
     return Job(popen, out)
 
 
-def as_a_terminal_would() -> None:
-    """In a child before it becomes another program: signals as at a terminal, however the suite was started."""
+def as_a_terminal_would(ignored: Sequence[int] = ()) -> None:
+    """In a child before it becomes another program: signals as at a terminal, however the suite was started.
+
+    Those ``ignored`` are blocked too: what a shell's ``&``, ``nohup`` or a supervisor does.
+    """
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-        signal.signal(signum, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
-
-
-def ignore(signals: Sequence[int]) -> None:
-    """In a child likewise: ``signals`` ignored, and blocked too, as by a shell's ``&``, ``nohup`` or a supervisor."""
-    as_a_terminal_would()
-    for signum in signals:
-        signal.signal(signum, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, {*signals} - {signal.SIGHUP})
+        signal.signal(signum, signal.SIG_IGN if signum in ignored else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, {*ignored} - {signal.SIGHUP})
 
 
 def clean_environment() -> dict[str, str]:

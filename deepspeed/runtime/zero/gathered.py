@@ -132,7 +132,7 @@ class GatheredParameters:
     def _broadcast(self) -> None:
         """Send the weights of ``modifier_rank``, once every rank has memory for them."""
         mine = next(((at, how) for at, p in enumerate(self.params) if (how := _other(p)) >= 0), (-1, -1))
-        for rank, (at, how) in enumerate(self._told(mine)):
+        for rank, (at, how) in enumerate(self._told(*mine)):
             if at >= 0:
                 p = self.params[at]
                 raise UsageError(
@@ -151,13 +151,11 @@ class GatheredParameters:
                 except RuntimeError as error:
                     raise p.groups.lost(f"broadcasting what was written to {p.name}", error) from error
 
-    def _told(self, mine: tuple[int, int]) -> list[list[int]]:
+    def _told(self, *mine: int) -> list[list[int]]:
         """``mine`` of every rank, by rank. Collective."""
         p = self.params[0]
-        try:
-            return wire.exchange(torch.tensor(mine, device=p.unit.device), p.groups.primary).tolist()  # type: ignore[no-any-return]
-        except RuntimeError as error:
-            raise p.groups.lost("leaving a GatheredParameters block", error) from error
+        row = torch.tensor(mine, device=p.unit.device)
+        return p.groups.exchange(row, "leaving a GatheredParameters block").tolist()  # type: ignore[no-any-return]
 
     def _edited(self) -> list[ShardedParam]:
         """Parameters that no other block holds and whose full weights no longer are what was gathered."""
@@ -180,8 +178,8 @@ class GatheredParameters:
         names = ", ".join(p.name for p in edited[:5]) + (", …" if len(edited) > 5 else "")
         if checked:
             first = self.params.index(edited[0]) if edited else -1
-            told = self._told((first, 0))
-            names = ", ".join(f"{self.params[at].name} on rank {rank}" for rank, (at, _) in enumerate(told) if at >= 0)
+            told = enumerate(self._told(first))
+            names = ", ".join(f"{self.params[at].name} on rank {rank}" for rank, [at] in told if at >= 0)
         if not names:
             return
         text = (

@@ -72,27 +72,28 @@ MANY_CALLS = 16
 _HOOKED = "_ds_hooked"
 """Attribute of a module with hooks, which takes them out of a copy of the module."""
 
-_HOOK_DICTS = tuple(
-    f"_forward_{kind}" for kind in
-    ("pre_hooks", "pre_hooks_with_kwargs", "hooks", "hooks_with_kwargs", "hooks_always_called")
-)  # fmt: skip
-"""Where torch keeps a module's hooks, by number."""
-
 
 class _Hooked:
-    """``copy.deepcopy`` of the attribute that holds this takes the hooks ``numbers`` out of the copy of ``module``.
+    """``copy.deepcopy`` of the attribute that holds this takes the hooks of this file out of the copy of ``module``.
 
-    They gather the parameters of the original; the copy has some of its own. torch makes the attribute's turn the last,
-    since it is the latest.
+    They gather the parameters of the original; the copy has some of its own. The attribute is copied after the
+    dictionaries that torch keeps hooks in, since it is the younger one.
     """
 
-    def __init__(self, module: nn.Module, numbers: set[int]) -> None:
-        self.module, self.numbers = module, numbers
+    def __init__(self, module: nn.Module) -> None:
+        kinds = ("pre_hooks", "pre_hooks_with_kwargs", "hooks", "hooks_with_kwargs", "hooks_always_called")
+        self.by_number: list[dict[int, Any]] = [module.__dict__[f"_forward_{kind}"] for kind in kinds]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        for name in _HOOK_DICTS:
-            copied = memo.get(id(self.module.__dict__[name]), {})
-            for number in self.numbers & copied.keys():
+        ours = {
+            number
+            for hooks in self.by_number
+            for number, hook in hooks.items()
+            if getattr(hook, "__module__", None) == __name__
+        }
+        for hooks in self.by_number:
+            copied = memo.get(id(hooks), {})
+            for number in ours & copied.keys():
                 del copied[number]
 
 
@@ -126,32 +127,26 @@ class ScopeHooks:
 
     def install(self) -> None:
         """Put hooks on every scope's module, on the root and on every trainable parameter."""
-        root, before, after = self.root, self.forward_handles, self.backward_handles
+        root = self.root
         passes = self._pass_modules()
         for module in passes:
-            self._hook(module, before, module.register_forward_pre_hook(self._begin_forward, prepend=True))
+            self.forward_handles.append(module.register_forward_pre_hook(self._begin_forward, prepend=True))
         for scope in self.scopes:
             pre, post = self._forward_hooks_of(scope)
             module = scope.module
-            self._hook(module, before, module.register_forward_pre_hook(pre, with_kwargs=True))
-            self._hook(module, after, module.register_forward_hook(post))
+            self.forward_handles.append(module.register_forward_pre_hook(pre, with_kwargs=True))
+            self.backward_handles.append(module.register_forward_hook(post))
         if self.root_scope not in self.scopes:
-            self._hook(root, after, root.register_forward_hook(self._root_output))
+            self.backward_handles.append(root.register_forward_hook(self._root_output))
         for module in passes:
-            self._hook(module, before, module.register_forward_hook(self._end_forward, always_call=True))
+            self.forward_handles.append(module.register_forward_hook(self._end_forward, always_call=True))
+        for module in {*passes, *(scope.module for scope in self.scopes)}:
+            module.__dict__[_HOOKED] = _Hooked(module)
         if self.grads is not None:
             for unit in self.grads.order:
                 for p in unit.trainable:
                     handle = p.param.register_post_accumulate_grad_hook(self.grads.hook_for(p))
                     self.backward_handles.append(handle)
-
-    @staticmethod
-    def _hook(module: nn.Module, handles: list[RemovableHandle], handle: RemovableHandle) -> None:
-        handles.append(handle)
-        hooked = module.__dict__.get(_HOOKED)
-        if hooked is None:
-            hooked = module.__dict__[_HOOKED] = _Hooked(module, set())
-        hooked.numbers.add(handle.id)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScopeHooks:
         """A copy of a module names these before they are taken out of it."""
@@ -179,8 +174,6 @@ class ScopeHooks:
             handle.remove()
         self.forward_handles.clear()
         self.backward_handles.clear()
-        for module in self.root.modules():
-            module.__dict__.pop(_HOOKED, None)
 
     def let_go(self, module: nn.Module) -> None:
         """`module` is about to get hooks of its own: where it contains this model, this model's go.

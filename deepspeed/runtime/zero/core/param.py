@@ -19,9 +19,8 @@ import torch
 
 from deepspeed.errors import CollectiveTimeout
 
-from . import host, layout
+from . import host, layout, wire
 from .pulse import Pulse
-from .wire import Channel
 
 if TYPE_CHECKING:
     from .unit import ShardedUnit
@@ -129,8 +128,8 @@ class ShardGroups:
     ``checks`` is None unless ``enable_sanity_checks``.
     """
 
-    primary: Channel
-    secondary: Channel | None = None
+    primary: wire.Channel
+    secondary: wire.Channel | None = None
     traffic: Traffic = field(default_factory=Traffic)
     pulse: Pulse | None = None
     checks: Checks | None = None
@@ -139,6 +138,17 @@ class ShardGroups:
     def aliased(self) -> bool:
         """Whether secondary shards are the primary shards."""
         return self.secondary is not None and self.secondary.size == self.primary.size
+
+    def exchange(self, row: torch.Tensor, what: str) -> torch.Tensor:
+        """``row`` of every rank, by rank (world, len(row)). Collective; ``what`` says in an error what it was for.
+
+        Raises:
+            CollectiveTimeout: another rank did not take part.
+        """
+        try:
+            return wire.exchange(row, self.primary)
+        except RuntimeError as error:
+            raise self.lost(what, error) from error
 
     def lost(self, what: str, error: BaseException) -> CollectiveTimeout:
         """The error for a collective that failed or timed out: what was waited for, and who is missing.

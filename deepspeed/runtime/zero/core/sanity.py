@@ -25,7 +25,6 @@ import torch
 from deepspeed.errors import CollectiveMismatch
 from deepspeed.utils.logging import logger
 
-from . import wire
 from .param import ShardedParam, ShardGroups, reduction_of
 from .unit import ShardedUnit
 
@@ -71,7 +70,7 @@ class SanityChecks:
     def _same(self, unit: ShardedUnit, item: int, params: Sequence[ShardedParam], what: str, inside: bool) -> None:
         text = " ".join(f"{p.name}:{tuple(p.shape)}:{p.version}" for p in params)
         row = torch.tensor([item, zlib.crc32(text.encode()), inside], dtype=torch.int64, device=unit.device)
-        rows = self._exchange(row, f"checking the {what}").tolist()
+        rows = self.groups.exchange(row, f"checking the {what}").tolist()
         if all(other == rows[0] for other in rows):
             return
         place = self.groups.traffic.place
@@ -97,11 +96,11 @@ class SanityChecks:
             return
         shards = [p.shard.to(unit.device).unsqueeze(0) for p in params]
         mine = torch.cat([checksum(shard) for shard in shards])
-        owners = self._exchange(mine, f"checking what was gathered of {unit}")
+        owners = self.groups.exchange(mine, f"checking what was gathered of {unit}")
         gathered = torch.stack([checksum(p.full.view(size, -1)) for p in params if p.full is not None], dim=1)
         wrong = (owners != gathered).nonzero().tolist()
         any_wrong = torch.tensor([wrong[0][0], wrong[0][1]] if wrong else [-1, -1], device=unit.device)
-        verdicts = self._exchange(any_wrong, f"checking what was gathered of {unit}").tolist()
+        verdicts = self.groups.exchange(any_wrong, f"checking what was gathered of {unit}").tolist()
         for rank, (owner, position) in enumerate(verdicts):
             if owner >= 0:
                 raise CollectiveMismatch(
@@ -110,12 +109,6 @@ class SanityChecks:
                     "weights was changed behind the engine's back, or the wire is faulty. Write weights inside "
                     "deepspeed.zero.GatheredParameters(..., modifier_rank=...)."
                 )
-
-    def _exchange(self, row: torch.Tensor, what: str) -> torch.Tensor:
-        try:
-            return wire.exchange(row, self.groups.primary)
-        except RuntimeError as error:
-            raise self.groups.lost(what, error) from error
 
     # -- the step
 
@@ -130,7 +123,7 @@ class SanityChecks:
         if self.spoiled is not None:
             p, kind = self.spoiled
             row[-1] = 2 * position[p] + 1 + (kind == "NaN")
-        rows = self._exchange(row, "comparing which gradients there are")
+        rows = self.groups.exchange(row, "comparing which gradients there are")
         self.origins = []
         for rank, code in enumerate(rows[:, -1].tolist()):
             if code:

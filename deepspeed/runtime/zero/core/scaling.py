@@ -20,7 +20,7 @@ import torch
 
 from deepspeed.errors import CollectiveMismatch
 
-from . import host, wire
+from . import host
 from .param import PLACE_LOG, ShardGroups
 
 EPSILON = 1e-6
@@ -226,11 +226,8 @@ def vote(
     fingerprint = torch.full((1,), float(place.fingerprint), dtype=torch.float64, device=device)
     words = packed(idle, len(names))
     bits = torch.tensor(words, dtype=torch.float64).to(device) if idle else fingerprint.new_zeros(len(words))
-    try:
-        row = torch.cat([square.view(1), fingerprint, bad.view(1), bits])
-        rows = wire.exchange(row, groups.primary)
-    except RuntimeError as error:
-        raise groups.lost("the vote before the optimizer step", error) from error
+    row = torch.cat([square.view(1), fingerprint, bad.view(1), bits])
+    rows = groups.exchange(row, "the vote before the optimizer step")
     log = place.voted(step)
     norm = rows[:, SQUARE].sum().sqrt() / loss_scale
     disagree = rows[:, PRINT].max() != rows[:, PRINT].min()
